@@ -1,0 +1,54 @@
+"""Every exception and warning that fxfuse raises, in one place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+INDEX_OUT_OF_RANGE = "fxfuse: a class index is out of range [0, vocab) and is not ignore_index"
+
+
+class FxfuseError(RuntimeError):
+    """An error of fxfuse itself, as opposed to one that eager PyTorch would have raised too."""
+
+
+class FxfuseWarning(UserWarning):
+    """fxfuse could not do its work and left the program as it was."""
+
+
+def index_out_of_range(value: int, vocab: int, *, nll: bool) -> Exception:
+    """What ``nll_loss`` (IndexError) or ``gather`` (RuntimeError) raises for this class on a CPU."""
+    if nll:
+        return IndexError(f"Target {value} is out of bounds.")
+    return RuntimeError(f"index {value} is out of bounds for dimension 1 with size {vocab}")
+
+
+def not_differentiable(op: str, argument: str) -> Exception:
+    return FxfuseError(
+        f"fxfuse::{op} has no gradient for `{argument}`, which requires one. Detach it, or write this loss with "
+        "torch.nn.functional, which fxfuse leaves as it is in that case."
+    )
+
+
+def gradient_not_made(op: str) -> Exception:
+    return FxfuseError(
+        f"fxfuse::{op} was told not to compute a gradient that is now required. Pass need_input, need_weight and "
+        "need_bias as the operands' requires_grad."
+    )
+
+
+def no_double_backward(op: str) -> Exception:
+    return FxfuseError(
+        f"fxfuse::{op} has no second derivative, but its backward was called with create_graph=True. Call backward "
+        'without it, or compile with options={"fxfuse.enabled": False}.'
+    )
+
+
+def unknown_option(key: str, known: Iterable[str]) -> ValueError:
+    known = sorted(known)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return ValueError(f"unknown option {key!r}; did you mean {near[0]!r}? fxfuse's options are {', '.join(known)}.")
+
+
+def bad_option(key: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"option {key!r} must be {expected}, not {value!r}")

@@ -1,0 +1,227 @@
+"""The ops ``torch.ops.fxfuse.*``: schemas, fake implementations, autograd, and which code runs on which device.
+
+``contract`` says what they compute.  ``linear_stats`` is the general op; its backward recomputes the softmax
+from the saved log-sum-exp.  ``linear_loss`` is for a scalar that is linear in the statistics with coefficients
+known beforehand: its gradients are made in the forward pass, where the exponentials are at hand, and only scaled
+in the backward.  ``check_index`` validates class indices the way ``nll_loss`` and ``gather`` do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import errors
+from . import chunked, cuda
+from .contract import acc_dtype, stash_dtype
+
+_lib = torch.library.Library("fxfuse", "DEF")
+
+_OPERANDS = "Tensor input, Tensor weight, Tensor? bias, Tensor index, Tensor? class_weight, float scale"
+_NEEDS = "bool need_input, bool need_weight, bool need_bias"
+
+for _schema in (
+    "check_index(Tensor index, SymInt vocab, int? ignore_index) -> Tensor",
+    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor g_lse, Tensor g_picked, Tensor? g_class_sum, {_NEEDS})"
+    " -> (Tensor, Tensor, Tensor)",
+    f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+):
+    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+check_index = torch.ops.fxfuse.check_index.default
+linear_stats = torch.ops.fxfuse.linear_stats.default
+linear_stats_backward = torch.ops.fxfuse.linear_stats_backward.default
+linear_loss = torch.ops.fxfuse.linear_loss.default
+
+
+# --- which code runs where ------------------------------------------------------------------------------------
+
+
+def _without_autocast(device: str, implementation: Any) -> Any:
+    """An op computes in the dtypes that it was given; ambient autocast must not reach the products inside it."""
+
+    def run(*args: Any) -> Any:
+        if not torch.is_autocast_enabled(device):
+            return implementation(*args)
+        with torch.autocast(device, enabled=False):
+            return implementation(*args)
+
+    return run
+
+
+for _name in ("linear_stats", "linear_stats_backward", "linear_loss"):
+    _lib.impl(_name, _without_autocast("cpu", getattr(chunked, _name)), "CPU")
+    _lib.impl(_name, _without_autocast("cuda", getattr(cuda, _name)), "CUDA")
+
+
+def _is_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
+    """The cleaned index, and which of its entries are neither classes nor ignored."""
+    foreign = (index < 0) | (index >= vocab)
+    if ignore_index is None:
+        return index.clone(), foreign
+    ignored = index == ignore_index
+    return torch.where(ignored, -1, index), foreign & ~ignored
+
+
+def _check_index_cpu(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
+    clean, foreign = _is_index(index, vocab, ignore_index)
+    if bool(foreign.any()):
+        raise errors.index_out_of_range(int(index[foreign][0]), vocab, nll=ignore_index is not None)
+    return clean
+
+
+def _check_index_cuda(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
+    clean, foreign = _is_index(index, vocab, ignore_index)
+    torch._assert_async(~foreign.any(), errors.INDEX_OUT_OF_RANGE)
+    return clean
+
+
+_lib.impl("check_index", _check_index_cpu, "CPU")
+_lib.impl("check_index", _check_index_cuda, "CUDA")
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("fxfuse::check_index", lib=_lib)
+def _check_index_fake(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
+    return torch.empty_like(index, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("fxfuse::linear_stats", lib=_lib)
+def _linear_stats_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    want_class_sum: bool,
+    skip_unindexed: bool,
+) -> tuple[Tensor, ...]:
+    rows, acc = input.shape[0], acc_dtype(input.dtype)
+    shapes = ((rows,), index.shape, index.shape, (rows,) if want_class_sum else (0,))
+    return tuple(input.new_empty(shape, dtype=acc) for shape in shapes)
+
+
+def _gradients_fake(
+    input: Tensor, weight: Tensor, needs: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, ...]
+) -> tuple[Tensor, ...]:
+    shapes = (tuple(input.shape), tuple(weight.shape), (weight.shape[0],))
+    return tuple(
+        input.new_empty(shape if need else (0,), dtype=dtype)
+        for shape, need, dtype in zip(shapes, needs, dtypes, strict=True)
+    )
+
+
+@torch.library.register_fake("fxfuse::linear_stats_backward", lib=_lib)
+def _linear_stats_backward_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    lse: Tensor,
+    g_lse: Tensor,
+    g_picked: Tensor,
+    g_class_sum: Tensor | None,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    return _gradients_fake(input, weight, needs, dtypes)  # type: ignore[arg-type]
+
+
+@torch.library.register_fake("fxfuse::linear_loss", lib=_lib)
+def _linear_loss_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    c_lse: Tensor,
+    c_log_prob: Tensor,
+    c_class_sum: Tensor | None,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    loss = input.new_empty((), dtype=acc_dtype(input.dtype))
+    return loss, *_gradients_fake(input, weight, needs, (stash_dtype(input.dtype),) * 3)  # type: ignore[arg-type]
+
+
+# --- autograd -------------------------------------------------------------------------------------------------
+
+
+def _refuse_differentiable(ctx: Any, constants: dict[int, str], op: str) -> None:
+    for position, name in constants.items():
+        if ctx.needs_input_grad[position]:
+            raise errors.not_differentiable(op, name)
+
+
+def _refuse_second_order(op: str) -> None:
+    # Grad mode is on inside a backward formula only under create_graph=True.
+    if torch.is_grad_enabled():
+        raise errors.no_double_backward(op)
+
+
+def _stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, weight, bias, index, class_weight, scale, want_class_sum, _ = inputs
+    _refuse_differentiable(ctx, {4: "class_weight"}, "linear_stats")
+    ctx.set_materialize_grads(False)
+    ctx.scale, ctx.want_class_sum = scale, want_class_sum
+    ctx.save_for_backward(input, weight, bias, index, class_weight, output[0])
+
+
+def _stats_backward(
+    ctx: Any, g_lse: Tensor | None, g_picked: Tensor | None, g_log_prob: Tensor | None, g_class_sum: Tensor | None
+) -> tuple[Any, ...]:
+    _refuse_second_order("linear_stats")
+    input, weight, bias, index, class_weight, lse = ctx.saved_tensors
+    nothing = (None,) * 5
+    g_class_sum = g_class_sum if ctx.want_class_sum else None
+    if g_lse is None and g_picked is None and g_log_prob is None and g_class_sum is None:
+        return None, None, None, *nothing
+    g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
+    g_picked = torch.zeros(index.shape, dtype=lse.dtype, device=lse.device) if g_picked is None else g_picked
+    if g_log_prob is not None:  # log_prob = picked - lse wherever there is an index
+        g_log_prob = torch.where(index >= 0, g_log_prob, 0.0)
+        g_lse = g_lse - g_log_prob.sum(1)
+        g_picked = g_picked + g_log_prob
+    needs = ctx.needs_input_grad[:3]
+    grads = linear_stats_backward(
+        input, weight, bias, index, class_weight, ctx.scale, lse, g_lse, g_picked, g_class_sum, *needs
+    )
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *nothing
+
+
+def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, weight, bias = inputs[:3]
+    constants = {4: "class_weight", 6: "c_lse", 7: "c_log_prob", 8: "c_class_sum"}
+    _refuse_differentiable(ctx, constants, "linear_loss")
+    made = inputs[9:]
+    if any(need and not have for need, have in zip(ctx.needs_input_grad[:3], made, strict=True)):
+        raise errors.gradient_not_made("linear_loss")
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
+    ctx.save_for_backward(*output[1:])
+
+
+def _loss_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    _refuse_second_order("linear_loss")
+    if g is None:
+        return (None,) * 12
+    # Out of place: the saved gradients must survive for a second backward through a retained graph.
+    grads = (
+        (saved * g).to(dtype) if need else None
+        for saved, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
+    )
+    return *grads, *(None,) * 9
+
+
+torch.library.register_autograd("fxfuse::linear_stats", _stats_backward, setup_context=_stats_setup, lib=_lib)
+torch.library.register_autograd("fxfuse::linear_loss", _loss_backward, setup_context=_loss_setup, lib=_lib)

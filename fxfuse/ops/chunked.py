@@ -1,0 +1,276 @@
+"""The ops in chunks of rows, in plain ATen: what runs on a CPU, and on a GPU for float64.
+
+A chunk of logits is made, reduced and turned into its own gradient in one buffer, and dropped before the next.
+float16 and bfloat16 operands are multiplied in float32, a block of the vocabulary at a time, so the logits are
+never rounded to 16 bits.  See ``contract`` for what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contract import acc_dtype, gradient_or_none, stash_dtype
+
+# Small enough to be a fraction of any logits worth fusing, large enough for full-speed products.
+CHUNK_BYTES = 32 << 20
+MIN_CHUNK_ROWS = 16
+# Elements of the weight that are converted to float32 at a time when it is stored in 16 bits.
+CAST_ELEMENTS = 4 << 20
+
+
+class _Head(NamedTuple):
+    """The projection, read in the accumulation dtype without a full converted copy of the weight."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    acc: torch.dtype
+
+    @classmethod
+    def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> _Head:
+        acc = acc_dtype(input.dtype)
+        return cls(weight, None if bias is None else bias.to(acc), scale, acc)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the vocabulary with their rows of the weight in the accumulation dtype."""
+        vocab, hidden = self.weight.shape
+        if self.weight.dtype == self.acc:
+            yield slice(0, vocab), self.weight
+            return
+        step = max(1, CAST_ELEMENTS // max(hidden, 1))
+        for start in range(0, vocab, step):
+            stop = min(start + step, vocab)
+            yield slice(start, stop), self.weight[start:stop].to(self.acc)
+
+    def logits(self, rows: Tensor, out: Tensor) -> Tensor:
+        """``scale * (rows @ weight.T + bias)`` into ``out``."""
+        for at, block in self.blocks():
+            torch.mm(rows, block.t(), out=out[:, at])
+        if self.bias is not None:
+            out += self.bias
+        if self.scale != 1.0:
+            out *= self.scale
+        return out
+
+
+class _RowStats(NamedTuple):
+    lse: Tensor
+    picked: Tensor
+    log_prob: Tensor
+    class_sum: Tensor | None
+    total: Tensor  # sum of what the logits were overwritten with
+
+
+def _exponentiate(z: Tensor, index: Tensor, class_weight: Tensor | None, want_class_sum: bool) -> _RowStats:
+    """The statistics of the logits ``z``, which are overwritten with their shifted exponentials."""
+    indexed = index >= 0
+    picked = torch.where(indexed, z.gather(1, index.clamp(min=0)), 0.0)
+    class_sum = None
+    if want_class_sum:
+        class_sum = z.sum(1) if class_weight is None else torch.mv(z, class_weight)
+    top = z.amax(1)
+    # A shift by an infinite maximum would give NaN where logsumexp is plainly infinite.
+    shift = torch.where(top.isinf(), 0.0, top)
+    total = z.sub_(shift[:, None]).exp_().sum(1)
+    # top - top is NaN for an infinite maximum, where log_softmax is NaN too.
+    log_prob = (picked - top[:, None]) - (total.log() + (top - top))[:, None]
+    return _RowStats(shift + total.log(), picked, torch.where(indexed, log_prob, 0.0), class_sum, total)
+
+
+class _Upstream(NamedTuple):
+    """The gradient that each statistic receives, or the coefficients of a loss that is linear in them."""
+
+    lse: Tensor
+    picked: Tensor
+    class_sum: Tensor | None
+
+    def nonzero(self) -> Tensor:
+        """The rows that contribute anything, [N] bool."""
+        rows = (self.lse != 0) | (self.picked != 0).any(1)
+        return rows if self.class_sum is None else rows | (self.class_sum != 0)
+
+
+def _to_gradient(e: Tensor, total: Tensor, index: Tensor, class_weight: Tensor | None, up: _Upstream) -> Tensor:
+    """Turn exponentials with row sums ``total`` into the gradient of the logits, in place."""
+    e.mul_((up.lse / total)[:, None])
+    e.scatter_add_(1, index.clamp(min=0), torch.where(index >= 0, up.picked, 0.0))
+    if up.class_sum is not None:
+        c = e.new_ones(()) if class_weight is None else class_weight
+        e.add_(up.class_sum[:, None] * c)
+    return e
+
+
+class _Gradients:
+    """Sums of the gradients over chunks, in the accumulation dtype."""
+
+    def __init__(self, rows: int, head: _Head, need_input: bool, need_weight: bool, need_bias: bool) -> None:
+        self.head = head
+        vocab, hidden = head.weight.shape
+        stash = stash_dtype(head.weight.dtype)
+        self.input = gradient_or_none((rows, hidden), head.weight, stash, need_input)
+        self.weight = gradient_or_none((vocab, hidden), head.weight, head.acc, need_weight)
+        self.bias = gradient_or_none((vocab,), head.weight, head.acc, need_bias)
+        self.need_input, self.need_weight, self.need_bias = need_input, need_weight, need_bias
+
+    def any(self) -> bool:
+        return self.need_input or self.need_weight or self.need_bias
+
+    def add(self, at: Tensor | slice, rows: Tensor, dz: Tensor) -> None:
+        """Add what a chunk contributes: ``rows [C, D]`` at ``at`` of the input, ``dz [C, V]`` of its raw logits."""
+        if self.need_input:
+            d_rows = torch.zeros_like(rows)
+            for block, weight in self.head.blocks():
+                d_rows.addmm_(dz[:, block], weight)
+            self.input[at] = d_rows.to(self.input.dtype)
+        if self.need_weight:
+            self.weight.addmm_(dz.t(), rows)
+        if self.need_bias:
+            self.bias += dz.sum(0)
+
+
+class _Chunk(NamedTuple):
+    at: Tensor | slice  # which rows of the call
+    rows: Tensor  # their hidden states [C, D] in the accumulation dtype
+    index: Tensor  # [C, K]
+    z: Tensor  # their logits [C, V], in a buffer that the next chunk overwrites
+
+
+def _chunks(head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None) -> Iterator[_Chunk]:
+    """The logits of the ``wanted`` rows (a [N] mask; None for all), chunk by chunk.
+
+    On a CPU unwanted rows are left out. Elsewhere counting them would wait for the device: all rows come.
+    """
+    active = None
+    if wanted is not None and wanted.device.type == "cpu" and not bool(wanted.all()):
+        active = wanted.nonzero()[:, 0]
+        input, index = input[active], index[active]
+    rows, vocab = input.shape[0], head.weight.shape[0]
+    step = max(MIN_CHUNK_ROWS, CHUNK_BYTES // max(1, vocab * head.acc.itemsize))
+    # Equal chunks: a short last one would waste a product.
+    step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
+    buffer = input.new_empty((min(step, rows), vocab), dtype=head.acc)
+    for start in range(0, rows, step):
+        here = slice(start, min(start + step, rows))
+        part = input[here].to(head.acc)
+        z = head.logits(part, buffer[: part.shape[0]])
+        yield _Chunk(here if active is None else active[here], part, index[here], z)
+
+
+def linear_stats(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    want_class_sum: bool,
+    skip_unindexed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    head = _Head.of(input, weight, bias, scale)
+    rows = input.shape[0]
+    c = None if class_weight is None else class_weight.to(head.acc)
+    lse = input.new_zeros((rows,), dtype=head.acc)
+    picked = input.new_zeros(index.shape, dtype=head.acc)
+    log_prob = input.new_zeros(index.shape, dtype=head.acc)
+    class_sum = gradient_or_none((rows,), input, head.acc, want_class_sum)
+    wanted = (index >= 0).any(1) if skip_unindexed else None
+    for chunk in _chunks(head, input, index, wanted):
+        stats = _exponentiate(chunk.z, chunk.index, c, want_class_sum)
+        lse[chunk.at], picked[chunk.at], log_prob[chunk.at] = stats.lse, stats.picked, stats.log_prob
+        if stats.class_sum is not None:
+            class_sum[chunk.at] = stats.class_sum
+    if wanted is not None:
+        lse.masked_fill_(~wanted, 0)
+        if want_class_sum:
+            class_sum.masked_fill_(~wanted, 0)
+    return lse, picked, log_prob, class_sum
+
+
+def linear_loss(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    c_lse: Tensor,
+    c_log_prob: Tensor,
+    c_class_sum: Tensor | None,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
+    # log_prob is picked - lse, so its coefficient counts for both.
+    up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
+    wanted = (c_lse != 0) | up.nonzero()
+    head = _Head.of(input, weight, bias, scale)
+    loss = c_lse.new_zeros(())
+
+    def add_loss(at: Tensor | slice, stats: _RowStats) -> None:
+        loss.add_(_weighted(c_lse[at], stats.lse) + _weighted(c_log_prob[at], stats.log_prob))
+        if c_class_sum is not None and stats.class_sum is not None:
+            loss.add_(_weighted(c_class_sum[at], stats.class_sum))
+
+    grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
+    _sweep(head, input, index, class_weight, up, wanted, grads, add_loss)
+    stash = stash_dtype(input.dtype)
+    return loss, grads.input, grads.weight.to(stash), grads.bias.to(stash)
+
+
+def linear_stats_backward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    lse: Tensor,
+    g_lse: Tensor,
+    g_picked: Tensor,
+    g_class_sum: Tensor | None,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    up = _Upstream(g_lse, g_picked, g_class_sum)
+    head = _Head.of(input, weight, bias, scale)
+    grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
+    _sweep(head, input, index, class_weight, up, up.nonzero(), grads, None)
+    bias_dtype = weight.dtype if bias is None else bias.dtype
+    return grads.input.to(input.dtype), grads.weight.to(weight.dtype), grads.bias.to(bias_dtype)
+
+
+def _weighted(c: Tensor, s: Tensor) -> Tensor:
+    """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
+    return torch.where(c == 0, 0.0, c * s).sum()
+
+
+def _sweep(
+    head: _Head,
+    input: Tensor,
+    index: Tensor,
+    class_weight: Tensor | None,
+    up: _Upstream,
+    wanted: Tensor,
+    grads: _Gradients,
+    see: Callable[[Tensor | slice, _RowStats], None] | None,
+) -> None:
+    """One pass over the wanted rows: show ``see`` their statistics, then add their gradients to ``grads``."""
+    c = None if class_weight is None else class_weight.to(head.acc)
+    for chunk in _chunks(head, input, index, wanted):
+        stats = _exponentiate(chunk.z, chunk.index, c, see is not None and up.class_sum is not None)
+        if see is not None:
+            see(chunk.at, stats)
+        if not grads.any():
+            continue
+        here = _Upstream(*(None if g is None else g[chunk.at] * head.scale for g in up))  # type: ignore[arg-type]
+        dz = _to_gradient(chunk.z, stats.total, chunk.index, c, here)
+        if wanted.device.type != "cpu":
+            dz.masked_fill_(~wanted[chunk.at, None], 0)
+        grads.add(chunk.at, chunk.rows, dz)

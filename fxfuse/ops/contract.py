@@ -1,0 +1,55 @@
+"""What every implementation of the ops computes, and the types it computes in.
+
+Letters: N rows (tokens), D hidden size, V vocabulary (classes), K indexed classes per row.
+
+For hidden states ``input [N, D]``, a head ``weight [V, D]`` with optional ``bias [V]``, and a number
+``scale``, the logits are ``z = scale * (input @ weight.T + bias)``.  They are never an argument and never a
+result.  The **row statistics** of z are
+
+======================  =======  ===========================================================================
+``lse``                 [N]      ``log sum_j exp z_ij``
+``picked``              [N, K]   ``z_i,index_ik``                    (0 where ``index_ik`` is -1)
+``log_prob``            [N, K]   ``z_i,index_ik - lse_i``, evaluated as ``(z - max) - log sum exp(z - max)``,
+                                 which does not cancel when the probability is near one (0 at index -1;
+                                 NaN, as ``log_softmax`` gives, in a row whose maximum is not finite)
+``class_sum``           [N]      ``sum_j c_j z_ij``, where ``c`` is ``class_weight [V]`` or all ones;
+                                 an empty tensor unless asked for
+======================  =======  ===========================================================================
+
+All of them, and every coefficient and upstream gradient, are in the accumulation dtype: float64 for float64
+operands, float32 for everything else.  ``index`` is int64 with entries in [0, V) or -1 for "none here":
+``fxfuse::check_index`` makes it so, and an implementation must not touch foreign memory if it is not so.
+
+Every statistic is linear in z but ``lse``, whose gradient is the softmax p.  So for upstream gradients
+``g_lse [N]``, ``g_picked [N, K]`` and ``g_class_sum [N]`` the gradient of the logits is
+
+    dz_ij = g_lse_i p_ij + sum_k g_picked_ik [j = index_ik] + g_class_sum_i c_j
+
+and, times ``scale``, ``d_input = dz @ weight``, ``d_weight = dz.T @ input``, ``d_bias = dz.sum(0)``.
+A row whose three upstream gradients are all zero contributes exactly zero, whatever its logits are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which statistics of operands of ``dtype`` are accumulated and returned."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def stash_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of gradients that ``linear_loss`` computes before the upstream gradient is known.
+
+    float16 cannot hold them: unscaled by the loss scale they underflow.  float32 can.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def gradient_or_none(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, needed: bool) -> Tensor:
+    """A zeroed gradient of ``shape``, or the empty tensor that stands for "not asked for"."""
+    return like.new_zeros(shape if needed else (0,), dtype=dtype)

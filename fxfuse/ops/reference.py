@@ -1,0 +1,124 @@
+"""The ops as their definitions read, with the logits in full: the oracle of the tests.
+
+Run it on float64 operands for reference values.  It allocates [N, V] and is never dispatched to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .contract import acc_dtype, stash_dtype
+
+
+def logits(input: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """``scale * (input @ weight.T + bias)`` in the accumulation dtype, shape [N, V]."""
+    acc = acc_dtype(input.dtype)
+    z = input.to(acc) @ weight.to(acc).t()
+    if bias is not None:
+        z = z + bias.to(acc)
+    return z * scale
+
+
+def linear_stats(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    want_class_sum: bool,
+    skip_unindexed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    z = logits(input, weight, bias, scale)
+    indexed = index >= 0
+    at = index.clamp(min=0)
+    zero = z.new_zeros(())
+    lse = z.logsumexp(1)
+    picked = torch.where(indexed, z.gather(1, at), zero)
+    log_prob = torch.where(indexed, z.log_softmax(1).gather(1, at), zero)
+    class_sum = z.new_zeros((0,))
+    if want_class_sum:
+        class_sum = (z if class_weight is None else z * class_weight.to(z.dtype)).sum(1)
+    if skip_unindexed:
+        wanted = indexed.any(1)
+        lse = torch.where(wanted, lse, zero)
+        if want_class_sum:
+            class_sum = torch.where(wanted, class_sum, zero)
+    return lse, picked, log_prob, class_sum
+
+
+def linear_stats_backward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    lse: Tensor,
+    g_lse: Tensor,
+    g_picked: Tensor,
+    g_class_sum: Tensor | None,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    z = logits(input, weight, bias, scale)
+    dz = g_lse[:, None] * (z - lse[:, None]).exp()
+    dz = dz.scatter_add(1, index.clamp(min=0), torch.where(index >= 0, g_picked, 0.0))
+    idle = (g_lse == 0) & (g_picked == 0).all(1)
+    if g_class_sum is not None:
+        c = z.new_ones(z.shape[1]) if class_weight is None else class_weight.to(z.dtype)
+        dz = dz + g_class_sum[:, None] * c
+        idle &= g_class_sum == 0
+    dz = torch.where(idle[:, None], 0.0, dz) * scale
+    none = input.new_zeros((0,))
+    return (
+        (dz @ weight.to(dz.dtype)).to(input.dtype) if need_input else none,
+        (dz.t() @ input.to(dz.dtype)).to(weight.dtype) if need_weight else none,
+        dz.sum(0).to(weight.dtype if bias is None else bias.dtype) if need_bias else none,
+    )
+
+
+def linear_loss(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    c_lse: Tensor,
+    c_log_prob: Tensor,
+    c_class_sum: Tensor | None,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse, _, log_prob, class_sum = linear_stats(
+        input, weight, bias, index, class_weight, scale, c_class_sum is not None, False
+    )
+    c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
+
+    def weighted(c: Tensor, s: Tensor) -> Tensor:
+        return torch.where(c == 0, 0.0, c * s).sum()
+
+    loss = weighted(c_lse, lse) + weighted(c_log_prob, log_prob)
+    if c_class_sum is not None:
+        loss = loss + weighted(c_class_sum, class_sum)
+    stash = stash_dtype(input.dtype)
+    grads = linear_stats_backward(
+        input.to(stash),
+        weight.to(stash),
+        None if bias is None else bias.to(stash_dtype(bias.dtype)),
+        index,
+        class_weight,
+        scale,
+        lse,
+        c_lse - c_log_prob.sum(1),
+        c_log_prob,
+        c_class_sum,
+        need_input,
+        need_weight,
+        need_bias,
+    )
+    return loss, *grads

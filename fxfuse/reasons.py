@@ -1,0 +1,126 @@
+"""Why a head was kept dense: a closed list, each with a code, a sentence and a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row of the list.
+
+    ``mendable`` says whether the user can do something about it, which is what ``fxfuse.strict`` raises for.
+    """
+
+    code: str
+    sentence: str  # may hold {detail}
+    remedy: str
+    mendable: bool = True
+
+
+_KINDS = (
+    Kind(
+        "too_small",
+        "the logits are only {detail}, less than fxfuse.min_logits_bytes",
+        'compile with options={"fxfuse.min_logits_bytes": 0} to fuse every head however small',
+        mendable=False,
+    ),
+    Kind(
+        "returned",
+        "the logits leave the compiled function ({detail})",
+        "return the loss or the log-probabilities, not the logits, from the function that is compiled",
+    ),
+    Kind(
+        "unknown_reader",
+        "{detail} reads the logits, and fxfuse has no rule for it",
+        "read the logits only through cross_entropy, log_softmax and gather, nll_loss, or logsumexp",
+    ),
+    Kind(
+        "unsupported_argument",
+        "{detail}",
+        "use the default for this argument, or one that the message names as supported",
+    ),
+    Kind(
+        "probability_targets",
+        "the targets of {detail} are class probabilities, so every class of every row is read",
+        "pass class indices (int64) as targets",
+    ),
+    Kind(
+        "class_dim",
+        "{detail} works along a dimension that is not the vocabulary",
+        "apply it along the vocabulary dimension: the last, or dimension 1 for cross_entropy and nll_loss",
+    ),
+    Kind(
+        "mutated",
+        "{detail} changes the logits in place",
+        "use the out-of-place form (`z = z / t` for `z /= t`)",
+    ),
+    Kind(
+        "operand_mutated",
+        "{detail} changes the hidden states, the weight or the targets between the projection and its reader",
+        "make the change before the projection or after the loss",
+    ),
+    Kind(
+        "subclass",
+        "{detail} is a tensor subclass (sharded, quantised or wrapped), whose values fxfuse does not see",
+        "unwrap it before the projection, or leave this head to the library that wraps it",
+        mendable=False,
+    ),
+    Kind(
+        "functional_transform",
+        "the head is inside a torch.func transform ({detail})",
+        "take the loss outside of the transform, or use torch.autograd.grad",
+        mendable=False,
+    ),
+    Kind(
+        "device",
+        "the head is on {detail}; fxfuse has kernels for CPU and CUDA",
+        "move the model to a CPU or CUDA device",
+        mendable=False,
+    ),
+    Kind(
+        "dtype",
+        "{detail}",
+        "use float32, float16, bfloat16 or float64 throughout, and int64 class indices",
+    ),
+    Kind(
+        "shape",
+        "{detail}",
+        "give targets or indices the shape of the logits without (or, for gather, with size 1 in) the vocabulary",
+    ),
+    Kind(
+        "internal_error",
+        "fxfuse failed while analysing this graph ({detail}) and left it unchanged",
+        "please report this, with the program, as a bug of fxfuse",
+        mendable=False,
+    ),
+)
+
+KINDS = {kind.code: kind for kind in _KINDS}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why one head was kept dense.
+
+    Attributes:
+        code: one of ``reasons.KINDS``.
+        sentence: what happened, complete.
+        remedy: what the user can do about it.
+        where: ``file.py:line`` of the operation that needs the logits, or None if not known.
+    """
+
+    code: str
+    sentence: str
+    remedy: str
+    where: str | None = None
+
+    @property
+    def mendable(self) -> bool:
+        return KINDS[self.code].mendable
+
+
+def because(code: str, detail: str = "", where: str | None = None) -> Reason:
+    """The reason ``code`` with its sentence filled in."""
+    kind = KINDS[code]
+    return Reason(code, kind.sentence.format(detail=detail), kind.remedy, where)
