@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .reasons import Reason
 
 INDEX_OUT_OF_RANGE = "fxfuse: a class index is out of range [0, vocab) and is not ignore_index"
 
@@ -52,3 +56,14 @@ def unknown_option(key: str, known: Iterable[str]) -> ValueError:
 
 def bad_option(key: str, value: object, expected: str) -> ValueError:
     return ValueError(f"option {key!r} must be {expected}, not {value!r}")
+
+
+def analysis_failed(failure: Exception) -> str:
+    return (
+        f"fxfuse could not analyse a graph and left it as it was ({type(failure).__name__}: {failure}). "
+        "The program is right but not fused; please report this."
+    )
+
+
+def kept_dense(where: str, reason: Reason) -> Exception:
+    return FxfuseError(f"{where}: the logits are kept, because {reason.sentence}. Remedy: {reason.remedy}.")

@@ -1,1 +1,328 @@
-from .chunked import linear_loss, linear_stats, linear_stats_backward
+"""The ops on a GPU: Triton makes the statistics and the gradient of the logits, cuBLAS its products.
+
+Statistics take one sweep over the vocabulary and store no logits. Gradients go window by window: the gradient of
+the logits of a window of rows and classes is made in a buffer, multiplied with the weight and with the hidden states,
+and overwritten by the next. Nothing waits for the device, and nothing is added atomically.
+
+Triton is imported on the first call. Without it, on GPUs before Ampere and for float64, ``chunked`` does the work.
+On CPU tensors the same code runs under Triton's interpreter (``TRITON_INTERPRET=1``), which is how it is tested where
+there is no GPU. See ``contract`` for what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import chunked
+from .contract import stash_dtype
+
+# Of the buffer for the gradient of the logits: a fraction of the logits, yet long products.
+WINDOW_BYTES = 512 << 20
+MIN_WINDOW = 256
+# Of the intermediate where a PyTorch cannot accumulate a 16-bit product in float32 in place.
+ADD_BYTES = 64 << 20
+
+
+def linear_stats(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    want_class_sum: bool,
+    skip_unindexed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not _has_kernels(input, weight):
+        return chunked.linear_stats(input, weight, bias, index, class_weight, scale, want_class_sum, skip_unindexed)
+    wanted = (index >= 0).any(1) if skip_unindexed else None
+    return _Head.of(input, weight, bias, index, class_weight, scale).stats(want_class_sum, wanted)
+
+
+def linear_stats_backward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    lse: Tensor,
+    g_lse: Tensor,
+    g_picked: Tensor,
+    g_class_sum: Tensor | None,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    needs = (need_input, need_weight, need_bias)
+    if not _has_kernels(input, weight):
+        return chunked.linear_stats_backward(
+            input, weight, bias, index, class_weight, scale, lse, g_lse, g_picked, g_class_sum, *needs
+        )
+    head = _Head.of(input, weight, bias, index, class_weight, scale)
+    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    return head.gradients(lse, _Upstream(g_lse, g_picked, g_class_sum), needs, dtypes)
+
+
+def linear_loss(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    c_lse: Tensor,
+    c_log_prob: Tensor,
+    c_class_sum: Tensor | None,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    needs = (need_input, need_weight, need_bias)
+    if not _has_kernels(input, weight):
+        return chunked.linear_loss(
+            input, weight, bias, index, class_weight, scale, c_lse, c_log_prob, c_class_sum, *needs
+        )
+    c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
+    # log_prob is picked - lse, so its coefficient counts for both.
+    up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
+    head = _Head.of(input, weight, bias, index, class_weight, scale)
+    lse, _, log_prob, class_sum = head.stats(c_class_sum is not None, (c_lse != 0) | up.nonzero())
+    loss = _weighted(c_lse, lse) + _weighted(c_log_prob, log_prob)
+    if c_class_sum is not None:
+        loss = loss + _weighted(c_class_sum, class_sum)
+    return loss, *head.gradients(lse, up, needs, (stash_dtype(input.dtype),) * 3)
+
+
+def _weighted(c: Tensor, s: Tensor) -> Tensor:
+    """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
+    return torch.where(c == 0, 0.0, c * s).sum()
+
+
+# --- the head and its gradients -------------------------------------------------------------------------------
+
+
+class _Upstream(NamedTuple):
+    """The gradient that each statistic receives: float32 ``[N]``, ``[N, K]`` and ``[N]`` or None."""
+
+    lse: Tensor
+    picked: Tensor
+    class_sum: Tensor | None
+
+    def nonzero(self) -> Tensor:
+        """The rows that contribute anything, [N] bool."""
+        rows = (self.lse != 0) | (self.picked != 0).any(1)
+        return rows if self.class_sum is None else rows | (self.class_sum != 0)
+
+    def bound(self, class_weight: Tensor | None) -> Tensor:
+        """A bound of the gradient of any logit, up to the head's scale: [1] float32."""
+        rows = self.lse.abs() + self.picked.abs().sum(1)
+        if self.class_sum is not None:
+            most = 1.0 if class_weight is None else class_weight.abs().amax()
+            rows = rows + self.class_sum.abs() * most
+        return rows.amax(0, keepdim=True)
+
+    def contiguous(self) -> _Upstream:
+        return _Upstream(*(None if g is None else g.contiguous() for g in self))  # type: ignore[arg-type]
+
+
+class _Head(NamedTuple):
+    """The operands as the kernels take them: all contiguous but ``input`` and ``weight``."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    index: Tensor
+    class_weight: Tensor | None
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        index: Tensor,
+        class_weight: Tensor | None,
+        scale: float,
+    ) -> _Head:
+        bias = None if bias is None else bias.contiguous()
+        class_weight = None if class_weight is None else class_weight.contiguous()
+        return cls(input, weight, bias, index.contiguous(), class_weight, float(scale))
+
+    def stats(self, want_class_sum: bool, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
+        from ..kernels.stats import row_stats
+
+        with _current(self.input.device):
+            return row_stats(*self, want_class_sum, wanted)
+
+    def gradients(
+        self, lse: Tensor, up: _Upstream, needs: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of input, weight and bias in ``dtypes``; an empty tensor for one that is not needed."""
+        from ..kernels.dlogits import PAD, write_dlogits
+
+        (rows, hidden), vocab = self.input.shape, self.weight.shape[0]
+        shapes = ((rows, hidden), (vocab, hidden), (vocab,))
+        new = self.input.new_zeros if rows == 0 else self.input.new_empty
+        if rows == 0 or not any(needs):
+            return tuple(  # type: ignore[return-value]
+                new(shape if need else (0,), dtype=dtype)
+                for shape, need, dtype in zip(shapes, needs, dtypes, strict=True)
+            )
+        lse, up = lse.contiguous(), up.contiguous()
+        factor = undo = None
+        if self.input.dtype == torch.float16:
+            factor, undo = _normalisation(up.bound(self.class_weight) * self.scale)
+        row_windows, vocab_windows = _windows(rows, vocab, self.input.dtype.itemsize)
+        widest = -(-vocab_windows[0].stop // PAD) * PAD
+        buffer = new((row_windows[0].stop, widest))
+        d_input = _ProductSum(shapes[0], self.input, dtypes[0], len(vocab_windows), undo) if needs[0] else None
+        d_weight = _ProductSum(shapes[1], self.input, dtypes[1], len(row_windows), undo) if needs[1] else None
+        d_bias = self.input.new_zeros(shapes[2] if needs[2] else (0,), dtype=torch.float32)
+        with _current(self.input.device):
+            for at_rows in row_windows:
+                here = _Upstream(*(None if g is None else g[at_rows] for g in up))  # type: ignore[arg-type]
+                x, index = self.input[at_rows], self.index[at_rows]
+                for at in vocab_windows:
+                    w, bias, c = (None if t is None else t[at] for t in (self.weight, self.bias, self.class_weight))
+                    assert w is not None
+                    dz = buffer[: x.shape[0], : w.shape[0]]
+                    write_dlogits(dz, x, w, bias, index, at.start, c, self.scale, lse[at_rows], *here, factor)
+                    if d_input is not None:
+                        d_input.add(at_rows, dz, w)
+                    if d_weight is not None:
+                        d_weight.add(at, dz.t(), x)
+                    if needs[2]:
+                        d_bias[at] += dz.sum(0, dtype=torch.float32)
+        # Before the sums are converted, which needs about as much memory again.
+        del buffer, dz
+        if undo is not None:
+            d_bias *= undo
+        return (
+            new((0,), dtype=dtypes[0]) if d_input is None else d_input.result(),
+            new((0,), dtype=dtypes[1]) if d_weight is None else d_weight.result(),
+            d_bias.to(dtypes[2]),
+        )
+
+
+def _windows(rows: int, vocab: int, itemsize: int) -> tuple[list[slice], list[slice]]:
+    """Cut [rows, vocab] along one axis into equal windows of at most ``WINDOW_BYTES``: (slices of rows, of classes).
+
+    Windows over the vocabulary finish their part of the weight's gradient and add to the input's, in float32; windows
+    over rows do the reverse. The longer axis is cut, so that the smaller gradient is the one accumulated.
+    """
+    long, short = max(rows, vocab), min(rows, vocab)
+    most = max(MIN_WINDOW, WINDOW_BYTES // (short * itemsize))
+    count = -(-long // most)
+    # Equal windows, in whole tiles: a short last one would waste a product.
+    step = -(-long // (count * MIN_WINDOW)) * MIN_WINDOW
+    cut = [slice(start, min(start + step, long)) for start in range(0, long, step)]
+    return (cut, [slice(0, vocab)]) if rows > vocab else ([slice(0, rows)], cut)
+
+
+def _normalisation(bound: Tensor) -> tuple[Tensor, Tensor]:
+    """A power of two that brings float32 ``bound [1]`` below 2**15, and its inverse, without reading it here.
+
+    The gradient of the logits then fits float16 with its largest entries near the top, so that small probabilities
+    times small coefficients keep their bits.
+    """
+    _, exponent = torch.frexp(bound)
+    # A bound that is zero or not finite gives any exponent; one far below 1 would overflow the factor.
+    exponent = torch.where(bound.isfinite(), exponent, 0).clamp(min=-100)
+    return torch.exp2((15 - exponent).float()), torch.exp2((exponent - 15).float())
+
+
+class _ProductSum:
+    """A gradient ``[M, D]`` whose row slices are each a sum of ``terms`` products, accumulated in float32.
+
+    ``undo`` is a one-element float32 factor of the result. A single product goes straight into ``dtype``.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, terms: int, undo: Tensor | None
+    ) -> None:
+        self.dtype, self.undo = dtype, undo
+        direct = terms == 1 and undo is None
+        self.total = like.new_empty(shape, dtype=dtype if direct else torch.float32)
+        self.begun: set[int] = set()
+
+    def add(self, at: slice, a: Tensor, b: Tensor) -> None:
+        """Add ``a @ b`` to the rows ``at``."""
+        if at.start in self.begun:
+            _add_product(a, b, self.total[at])
+        else:
+            _product(a, b, self.total[at])
+            self.begun.add(at.start)
+
+    def result(self) -> Tensor:
+        if self.undo is not None:
+            self.total *= self.undo
+        return self.total.to(self.dtype)
+
+
+# --- products -------------------------------------------------------------------------------------------------
+# The overloads are named, so that a PyTorch without them raises instead of choosing another.
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``out = a @ b``; ``out`` has the operands' dtype, or is float32 and gets the unrounded product."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
+    else:  # the interpreter's tensors: ATen has no such product on a CPU
+        torch.mm(a.float(), b.float(), out=out)
+
+
+def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
+    """``total += a @ b`` in float32."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif not a.is_cuda:
+        total.addmm_(a.float(), b.float())
+    elif _adds_in_place():
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        step = max(1, ADD_BYTES // (4 * b.shape[1]))
+        for start in range(0, a.shape[0], step):
+            rows = slice(start, start + step)
+            total[rows] += torch.ops.aten.mm.dtype(a[rows], b, torch.float32)
+
+
+@functools.cache
+def _adds_in_place() -> bool:
+    """Whether addmm takes a float32 sum beside 16-bit factors (PyTorch 2.10 and before may not)."""
+    total = torch.zeros((8, 8), dtype=torch.float32, device="cuda")
+    ones = torch.ones((8, 8), dtype=torch.bfloat16, device="cuda")
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+# --- whether and where ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _has_kernels(input: Tensor, weight: Tensor) -> bool:
+    if input.dtype not in (torch.float16, torch.bfloat16, torch.float32) or weight.dtype != input.dtype:
+        return False
+    return _has_triton() and (not input.is_cuda or torch.cuda.get_device_capability(input.device) >= (8, 0))
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,79 @@
+"""The backend: options → rewrite → the inner backend (Inductor)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from . import compat, errors
+from .graph import rewrite
+from .options import PREFIX, Options
+from .report.records import journal
+
+
+def fxfuse(
+    gm: GraphModule,
+    example_inputs: list[Tensor],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph: ``torch.compile(model, backend="fxfuse", mode=…, options=…)``.
+
+    Args:
+        gm: the captured graph, rewritten in place.
+        example_inputs: its inputs.
+        mode: a mode of Inductor.
+        options: keys of ``fxfuse.options.Options`` with the prefix ``fxfuse.``; all others go to Inductor.
+
+    Raises:
+        ValueError: an unknown option (the nearest known one is named), or a value of the wrong type.
+        FxfuseError: under ``fxfuse.strict``, where a head is kept dense for a reason that the user can mend.
+    """
+    try:
+        own, rest = Options.parse(options)
+        inner = _inner(own.inner, mode, rest)
+        if not own.enabled:
+            return inner(gm, example_inputs)
+        sites = rewrite(gm, own)
+    except (ValueError, errors.FxfuseError) as error:
+        raise compat.as_raised(error) from None
+    journal.add(sites)
+    if not any(site.status == "fused" for site in sites):
+        return inner(gm, example_inputs)
+    with compat.cache_key(fingerprint()):
+        return inner(gm, example_inputs)
+
+
+def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
+    if name == "fxfuse":
+        raise errors.bad_option(f"{PREFIX}inner", name, "a backend other than fxfuse itself")
+    if name == "inductor":
+        known = compat.inductor_options()
+        for key in options:
+            if key.replace("-", "_") not in known:
+                own = {PREFIX + field for field in Options.__dataclass_fields__}
+                raise errors.unknown_option(key, known | own)
+    elif name not in compat.backends():
+        raise errors.bad_option(f"{PREFIX}inner", name, f"one of {', '.join(compat.backends())}")
+    return compat.inner_backend(name, mode, options)
+
+
+@functools.cache
+def fingerprint() -> str:
+    """A hash of fxfuse's version and sources.
+
+    AOTAutograd's cache key names the ops of a graph and not their autograd formulas: without this, a cached
+    backward of an older fxfuse would be served after an upgrade.
+    """
+    digest = hashlib.sha256(version("fxfuse").encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return f"fxfuse-{digest.hexdigest()[:16]}"

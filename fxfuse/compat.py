@@ -1,0 +1,95 @@
+"""Everything private of PyTorch that fxfuse touches, for each supported version (2.11 to 2.13)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for certain, without adding a guard."""
+    return bool(a == b) if isinstance(a, int) and isinstance(b, int) else bool(statically_known_true(a == b))
+
+
+def hint(size: Any) -> int:
+    """The size that a symbolic size had when the graph was captured (1 where it has none)."""
+    if isinstance(size, int):
+        return size
+    value = getattr(size.node, "hint", None)
+    return 1 if value is None else int(value)
+
+
+def is_plain(example: Any) -> bool:
+    """Whether an example value stands for an ordinary strided tensor: no subclass, wrapper or exotic layout."""
+    if type(example) not in (FakeTensor, Tensor, torch.nn.Parameter) and not (
+        isinstance(example, FakeTensor) and type(example) is torch.nn.Parameter
+    ):
+        return False
+    return example.layout == torch.strided and not example.is_quantized
+
+
+def is_functional_wrapper(example: Any) -> bool:
+    """Whether an example value lives inside a ``torch.func`` transform."""
+    return isinstance(example, Tensor) and is_functorch_wrapped_tensor(example)
+
+
+def storage(example: Tensor) -> int | None:
+    """An identity that all views of one storage share, None for tensors without one."""
+    try:
+        return example.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@contextlib.contextmanager
+def fake_mode_of(example: Any) -> Iterator[None]:
+    """Run in the fake mode that an example value belongs to, so that results belong to it too."""
+    mode = getattr(example, "fake_mode", None)
+    with mode if mode is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def cache_key(tag: str) -> Iterator[None]:
+    """Add ``tag`` to the key of every compilation cache."""
+    from torch.compiler import config
+
+    with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}"):  # type: ignore[attr-defined]
+        yield
+
+
+def inner_backend(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
+    """What ``torch.compile(backend=name, mode=mode, options=options)`` would call."""
+    if name == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, None)
+    return torch._TorchCompileWrapper(name, mode, options, None)
+
+
+def inductor_options() -> set[str]:
+    """Every key that Inductor accepts in ``options``."""
+    from torch._inductor import config
+
+    return set(config.get_config_copy())
+
+
+def as_raised(error: Exception) -> Exception:
+    """``error`` in a form that Dynamo raises as it is, not wrapped in ``BackendCompilerFailed``."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+    unwrapped = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
+    return unwrapped(*error.args, first_useful_frame=None)  # type: ignore[no-any-return]
+
+
+def backends() -> list[str]:
+    """The names of every registered backend, debugging ones included."""
+    from torch._dynamo.backends.registry import list_backends
+
+    return list_backends(exclude_tags=None)  # type: ignore[no-any-return]

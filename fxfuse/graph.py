@@ -1,0 +1,456 @@
+"""The graph driver: find the heads of a Dynamo graph, prove how they are read, and rewrite in place.
+
+``rewrite`` analyses everything first, then adds the new nodes, and only then redirects users and erases what it
+replaced. A failure before that last step leaves the graph as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from . import compat, errors
+from .algebra import ClassTensor, Emit, Handle, Head, Logits, Reader
+from .mutation import Timeline, written_arguments
+from .options import Options
+from .ops.contract import SUPPORTED_DTYPES
+from .passes import compute
+from .reasons import Reason, because
+from .report.records import Site
+from .report.source import function_name, location, module_path
+from .rules import TABLE, Call, Keep, head_of
+
+# Without a loss that reads it, an output is called logits when it is this many times wider than its input: more
+# than a gated MLP's projection (28672 / 8192 = 3.5), less than that model's vocabulary (32000 / 8192 = 3.9).
+_VOCABULARY_RATIO = 3.6
+
+
+@dataclass
+class Candidate:
+    """A projection that may turn out to be a head, and what was learnt of it."""
+
+    node: Node
+    head: Head
+    readers: list[tuple[Node, Reader]] = field(default_factory=list)
+    derived: list[Node] = field(default_factory=list)  # described nodes, in graph order, the projection first
+    kept: Reason | None = None
+    read: bool = False  # by a loss or the like
+    shown: bool = False  # returned from the graph, or read by something that also reads other things than logits
+    trail: tuple[str, ...] = ()
+
+    def keep(self, reason: Reason) -> None:
+        self.kept = self.kept or reason
+
+    @property
+    def is_head(self) -> bool:
+        wide = self.head.vocab >= _VOCABULARY_RATIO * self.head.hidden
+        return self.read or bool(self.readers) or (self.shown and wide)
+
+
+@dataclass
+class Pass:
+    """Readers that share one computation of their rows' statistics, and the node before which it is placed."""
+
+    readers: list[tuple[Node, Reader]]
+    place: Node
+
+
+def _example(handle: Any) -> Any:
+    return handle.meta.get("example_value") if isinstance(handle, Node) else handle
+
+
+# --- analysis -------------------------------------------------------------------------------------------------
+
+
+class _Dense:
+    """Marks a value whose head is needed in full; followed on to the reader that the user meant to be fused."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+
+
+class _Analysis:
+    def __init__(self, graph: Graph) -> None:
+        self.candidates: list[Candidate] = []
+        self._values: dict[Node, ClassTensor | _Dense] = {}
+        self._owner: dict[Head, Candidate] = {}
+        for node in graph.nodes:
+            self._visit(node)
+
+    def _visit(self, node: Node) -> None:
+        values = [self._values[n] for n in node.all_input_nodes if n in self._values]
+        if node.op == "output":
+            self._returned(node)
+        elif values:
+            self._use(node, values)
+        if node.op in ("call_function", "call_method"):
+            self._project(node)
+
+    def _project(self, node: Node) -> None:
+        out = _example(node)
+        if not isinstance(out, Tensor) or node in self._values:
+            return
+        call = Call(function_name(node), out, _example)
+        head = head_of(_key(node), call, node.args, node.kwargs)
+        if head is None:
+            return
+        candidate = Candidate(node, head, derived=[node])
+        self.candidates.append(candidate)
+        reason = _unfit(candidate)
+        if reason is not None:
+            candidate.keep(reason)
+            self._values[node] = _Dense(candidate)
+            return
+        self._owner[head] = candidate
+        self._values[node] = Logits(
+            head, tuple(out.shape), out.dim() - 1, out.dtype, out.requires_grad, trail=(call.name,)
+        )
+
+    def _owner_of(self, value: ClassTensor | _Dense) -> Candidate:
+        return value.candidate if isinstance(value, _Dense) else self._owner[value.head]
+
+    def _use(self, node: Node, values: list[ClassTensor | _Dense]) -> None:
+        out, where = _example(node), location(node)
+        entry = TABLE.get(_key(node))
+        for value in values:
+            candidate = self._owner_of(value)
+            if isinstance(value, ClassTensor):
+                candidate.trail = max(candidate.trail, value.trail, key=len)
+            if entry is not None and entry.reads:
+                candidate.read |= entry.reads == "loss"
+                candidate.shown = True
+                candidate.trail = (*candidate.trail, function_name(node))
+        described = [v for v in values if isinstance(v, ClassTensor)]
+        if not described or len(described) < len(values):
+            for value in described:
+                self._owner_of(value).keep(because("unknown_reader", function_name(node), where))
+            self._follow(node, self._owner_of(values[0]))
+            return
+        call = Call(function_name(node), out, _example, where)
+        try:
+            if entry is None or written_arguments(node):
+                written = {n for n in written_arguments(node) if n in self._values}
+                call.keep("mutated" if written else "unknown_reader")
+            outcome = entry(call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
+        except Keep as refused:
+            for value in described:
+                self._owner_of(value).keep(refused.reason)
+            self._follow(node, self._owner_of(described[0]))
+            return
+        candidate = self._owner_of(described[0])
+        if isinstance(outcome, Reader):
+            candidate.readers.append((node, outcome))
+        else:
+            if not out.requires_grad and outcome.requires_grad:
+                outcome = replace(outcome, requires_grad=False)
+            candidate.derived.append(node)
+            self._values[node] = outcome
+
+    def _fill(self, argument: Any) -> Any:
+        """``argument`` with described nodes replaced by their descriptions."""
+        if isinstance(argument, Node):
+            return self._values.get(argument, argument)
+        if isinstance(argument, (tuple, list)):
+            return type(argument)(self._fill(a) for a in argument)
+        return argument
+
+    def _follow(self, node: Node, candidate: Candidate) -> None:
+        """Mark what a dense head flows into while it still has a class axis."""
+        out = _example(node)
+        if isinstance(out, Tensor) and any(compat.same(size, candidate.head.vocab) for size in out.shape):
+            self._values[node] = _Dense(candidate)
+
+    def _returned(self, node: Node) -> None:
+        for source in node.all_input_nodes:
+            value = self._values.get(source)
+            if value is None:
+                continue
+            candidate = self._owner_of(value)
+            candidate.shown = True
+            if isinstance(value, ClassTensor):
+                shape = " × ".join(str(size) for size in value.shape)
+                candidate.keep(because("returned", f"as an output of shape {shape}", location(source)))
+
+
+def _key(node: Node) -> Any:
+    try:
+        hash(node.target)
+    except TypeError:
+        return None
+    return node.target
+
+
+def _unfit(candidate: Candidate) -> Reason | None:
+    """Why the operands of a projection cannot be fused at all, if so."""
+    head = candidate.head
+    where = location(candidate.node)
+    named = (("the input", head.input), ("the weight", head.weight), ("the bias", head.bias))
+    for name, handle in named:
+        example = _example(handle)
+        if handle is None:
+            continue
+        if not isinstance(example, Tensor):
+            return because("internal_error", f"{name} has no example value", where)
+        if compat.is_functional_wrapper(example):
+            return because("functional_transform", name, where)
+        if not compat.is_plain(example):
+            return because("subclass", f"{name} ({type(example).__name__})", where)
+        if example.device.type not in ("cpu", "cuda"):
+            return because("device", str(example.device), where)
+        if example.device != _example(head.input).device:
+            return because("device", f"{_example(head.input).device} and {example.device}", where)
+    if head.dtype not in SUPPORTED_DTYPES:
+        return because("dtype", f"the logits are {head.dtype}", where)
+    return None
+
+
+# --- planning -------------------------------------------------------------------------------------------------
+
+
+class _Planner:
+    def __init__(self, graph: Graph, options: Options) -> None:
+        self.timeline = Timeline(graph)
+        self.options = options
+
+    def plan(self, candidate: Candidate) -> list[Pass] | None:
+        """How to compute the readers of a head; None, with the reason noted, where it must be kept."""
+        if candidate.kept is None:
+            candidate.kept = self._obstacle(candidate)
+        if candidate.kept is not None or not candidate.readers:
+            return None
+        passes: list[Pass] = []
+        for node, reader in candidate.readers:
+            for index, known in enumerate(passes):
+                joined = self._joined(known, node, reader)
+                if joined is not None and self._changed(candidate, joined) is None:
+                    passes[index] = joined
+                    break
+            else:
+                passes.append(Pass([(node, reader)], node))
+        for one in passes:
+            candidate.kept = candidate.kept or self._changed(candidate, one)
+        return None if candidate.kept else passes
+
+    def _obstacle(self, candidate: Candidate) -> Reason | None:
+        head = candidate.head
+        where = location(candidate.node)
+        for node, reader in candidate.readers:
+            for handle in reader.operands:
+                example = _example(handle)
+                if not isinstance(example, Tensor) or not compat.is_plain(example):
+                    return because("subclass", f"an argument of {reader.name} ({type(example).__name__})", where)
+                if example.device != _example(head.input).device:
+                    return because("device", f"{_example(head.input).device} and {example.device}", location(node))
+        size = _rows(candidate) * head.vocab * head.dtype.itemsize
+        if size < self.options.min_logits_bytes:
+            return because("too_small", f"{size:,} bytes", where)
+        return None
+
+    def _joined(self, known: Pass, node: Node, reader: Reader) -> Pass | None:
+        """``known`` with one more reader, or None where they cannot share a computation."""
+        first_node, first = known.readers[0]
+        same_rows = first.source.row_key() == reader.source.row_key()
+        same_scale = first.source.scale == reader.source.scale
+        same_mode = self.timeline.region[first_node] == self.timeline.region[node]
+        same_grad = first.source.requires_grad == reader.source.requires_grad
+        if not (same_rows and same_scale and same_mode and same_grad):
+            return None
+        weights = {r.class_weight for _, r in known.readers if r.want_class_sum}
+        if reader.want_class_sum and weights and weights != {reader.class_weight}:
+            return None
+        readers = [*known.readers, (node, reader)]
+        position = self.timeline.position
+        # As late as possible, so that every reader's labels exist: before anything uses what a reader returns.
+        users = [user for n, _ in readers for user in n.users]
+        end = self.timeline.end_of_region(node)
+        place = min((*users, *([end] if end else [])), key=position.__getitem__, default=node)
+        operands = [handle for _, r in readers for handle in r.operands if isinstance(handle, Node)]
+        if any(position[handle] >= position[place] for handle in operands):
+            return None
+        return Pass(readers, place)
+
+    def _changed(self, candidate: Candidate, one: Pass) -> Reason | None:
+        """Why the operands are not at ``one.place`` what they were where eager reads them, if so."""
+        head = candidate.head
+        operands = [(handle, candidate.node) for handle in (head.input, head.weight, head.bias)]
+        operands += [(handle, node) for node, reader in one.readers for handle in reader.operands]
+        for handle, read_at in operands:
+            if not isinstance(handle, Node):
+                continue
+            first, last = sorted((read_at, one.place), key=self.timeline.position.__getitem__)
+            writer = self.timeline.write_between(handle, first, last)
+            if writer is not None:
+                return because("operand_mutated", function_name(writer), location(writer))
+            if self.timeline.unplaced_write(handle):
+                return because("operand_mutated", "an operation", location(candidate.node))
+        return None
+
+
+def _rows(candidate: Candidate) -> int:
+    rows = 1
+    for size in _example(candidate.node).shape[:-1]:
+        rows *= compat.hint(size)
+    return rows
+
+
+# --- rewriting ------------------------------------------------------------------------------------------------
+
+
+class _GraphEmit(Emit):
+    """Adds nodes before a place in a graph, each with an example value of the graph's own fake mode."""
+
+    def __init__(self, graph: Graph, place: Node, like: Node, made: list[Node]) -> None:
+        self.graph, self.place, self.like, self.made = graph, place, like, made
+        self._shared: dict[Any, Node] = {}
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        key = (function, repr(args), repr(kwargs))
+        if key not in self._shared:  # a pure function of the same arguments: once is enough
+            self._shared[key] = self.anew(function, *args, **kwargs)
+        return self._shared[key]
+
+    def anew(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Like a call, but the node is never one that was made before."""
+        with self.graph.inserting_before(self.place):
+            if function.__class__.__name__ == "method_descriptor":
+                node = self.graph.call_method(function.__name__, args, kwargs)
+            else:
+                node = self.graph.call_function(function, args, kwargs)
+        self.made.append(node)
+        for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if name in self.like.meta:
+                node.meta[name] = self.like.meta[name]
+        values = torch.fx.node.map_arg((args, kwargs), _example)
+        with compat.fake_mode_of(_example(self.like)):
+            node.meta["example_value"] = function(*values[0], **values[1])
+        return node
+
+    def example(self, handle: Handle) -> Tensor:
+        return _example(handle)  # type: ignore[no-any-return]
+
+
+def _write(candidate: Candidate, one: Pass, emit: _GraphEmit, in_checkpoint: bool) -> tuple[str, list[Node]]:
+    """Emit a pass: the variant, and what replaces each of its readers."""
+    variant, results = compute(emit, candidate.head, [reader for _, reader in one.readers], in_checkpoint)
+    return variant, [_as_eager(emit, node, result) for (node, _), result in zip(one.readers, results, strict=True)]
+
+
+def _as_eager(emit: _GraphEmit, node: Node, result: Node) -> Node:
+    """``result`` with the dtype that eager returns, in memory that nothing else uses.
+
+    Two readers may return one statistic, which the backward needs too: what the program does to what it was given
+    must reach neither.
+    """
+    expected = _example(node)
+    if emit.example(result).dtype != expected.dtype:
+        result = emit.anew(torch.Tensor.to, result, expected.dtype)
+    else:
+        result = emit.anew(torch.clone, result)
+    made = emit.example(result)
+    if made.dim() != expected.dim() or made.dtype != expected.dtype:
+        raise AssertionError(f"{node.name}: {made.shape} {made.dtype} for {expected.shape} {expected.dtype}")
+    return result
+
+
+def _site(candidate: Candidate, variant: str) -> Site:
+    head, out = candidate.head, _example(candidate.node)
+    rows: Any = 1
+    for size in out.shape[:-1]:
+        rows = rows * size
+    fused = candidate.kept is None
+    chains = list(dict.fromkeys(reader.pattern for _, reader in candidate.readers)) if fused else []
+    return Site(
+        status="fused" if fused else "kept",
+        pattern=" + ".join(chains) or " → ".join(candidate.trail or (function_name(candidate.node),)),
+        where=location(candidate.node) or "",
+        module=module_path(candidate.node, head.weight),
+        rows=rows if isinstance(rows, int) else str(rows),
+        hidden=head.hidden,
+        vocab=head.vocab,
+        dtype=str(head.dtype).removeprefix("torch."),
+        variant=variant,
+        bytes_saved=_bytes_saved(candidate) if fused else 0,
+        reason=candidate.kept,
+    )
+
+
+def _bytes_saved(candidate: Candidate) -> int:
+    """Bytes of logits, of each conversion of them to another dtype, and of their gradient."""
+    elements = _rows(candidate) * candidate.head.vocab
+    dtype = candidate.head.dtype
+    size = dtype.itemsize
+    converted = {reader.source.dtype for _, reader in candidate.readers} - {dtype}
+    size += sum(other.itemsize for other in converted)
+    if any(reader.source.requires_grad for _, reader in candidate.readers):
+        size += dtype.itemsize
+    return elements * size
+
+
+def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, bool]]:
+    """The module and the checkpointed bodies inside it, each with whether it is one."""
+    yield gm, False
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
+            body = getattr(gm, str(node.args[0].target), None)  # type: ignore[union-attr]
+            if isinstance(body, GraphModule):
+                yield from ((inner, True) for inner, _ in bodies(body))
+
+
+def rewrite(gm: GraphModule, options: Options) -> list[Site]:
+    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each.
+
+    Raises:
+        FxfuseError: under ``options.strict``, where a head is kept for a reason that the user can mend.
+    """
+    sites: list[Site] = []
+    for body, in_checkpoint in bodies(gm):
+        sites += _rewrite_graph(body, options, in_checkpoint)
+    if options.strict:
+        for site in sites:
+            if site.reason is not None and site.reason.mendable:
+                raise errors.kept_dense(site.where, site.reason)
+    return sites
+
+
+def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> list[Site]:
+    graph = gm.graph
+    analysis = _Analysis(graph)
+    candidates = [c for c in analysis.candidates if c.is_head]
+    if not candidates:
+        return []
+    planner = _Planner(graph, options)
+    made: list[Node] = []
+    variants: dict[int, str] = {}
+    swaps: list[tuple[Node, Node]] = []
+    try:
+        for candidate in candidates:
+            for one in planner.plan(candidate) or ():
+                emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
+                variant, results = _write(candidate, one, emit, in_checkpoint)
+                swaps += zip((node for node, _ in one.readers), results, strict=True)
+                known = variants.get(id(candidate))
+                variants[id(candidate)] = variant if known in (None, variant) else f"{known}; {variant}"
+    except Exception as failure:
+        for node in reversed(made):
+            graph.erase_node(node)
+        warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
+        for candidate in candidates:
+            candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
+        return [_site(candidate, "") for candidate in candidates]
+    for old, new in swaps:
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+    for candidate in candidates:
+        if candidate.kept is None:
+            for node in reversed(candidate.derived):
+                graph.erase_node(node)
+    if swaps:
+        graph.lint()
+        gm.recompile()
+    return [_site(candidate, variants.get(id(candidate), "")) for candidate in candidates]

@@ -1,0 +1,65 @@
+"""What both kernels share: a tile of logits, and the order in which programs visit the tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def grouped(program, row_blocks, columns, GROUP: tl.constexpr):
+    """(row block, column) of a program, ``GROUP`` row blocks at a time through all columns, to reuse L2."""
+    group = program // (GROUP * columns)
+    first = group * GROUP
+    size = tl.minimum(row_blocks - first, GROUP)
+    within = program % (GROUP * columns)
+    return first + within % size, within // size
+
+
+@triton.jit
+def logits_tile(
+    x,  # [rows, D]
+    w,  # [V, D]
+    bias,  # [V] or None
+    scale,
+    row,  # [BLOCK_ROWS] int32, all of them rows of x
+    col,  # [BLOCK_VOCAB] int32, perhaps past V
+    vocab,
+    hidden,
+    until,  # hidden, or 0 for a tile that nobody needs
+    x_row,
+    x_col,
+    w_row,
+    w_col,
+    x_step,  # BLOCK_HIDDEN * x_col and BLOCK_HIDDEN * w_col, made on the host: they may exceed 32 bits
+    w_step,
+    PRECISION: tl.constexpr,
+    EVEN_VOCAB: tl.constexpr,
+    EVEN_HIDDEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+):
+    """``scale * (x @ w.T + bias)`` at ``row`` and ``col``, float32; 0 at columns past V."""
+    d = tl.arange(0, BLOCK_HIDDEN)
+    # Offsets in 64 bits: N * D and V * D pass 2**31.
+    x_at = x + row.to(tl.int64)[:, None] * x_row + d.to(tl.int64)[None, :] * x_col
+    w_at = w + col.to(tl.int64)[None, :] * w_row + d.to(tl.int64)[:, None] * w_col
+    z = tl.zeros((BLOCK_ROWS, BLOCK_VOCAB), dtype=tl.float32)
+    for start in range(0, until, BLOCK_HIDDEN):
+        if EVEN_HIDDEN:
+            a = tl.load(x_at)
+        else:
+            a = tl.load(x_at, mask=(d < hidden - start)[None, :], other=0.0)
+        if EVEN_HIDDEN and EVEN_VOCAB:
+            b = tl.load(w_at)
+        elif EVEN_HIDDEN:
+            b = tl.load(w_at, mask=(col < vocab)[None, :], other=0.0)
+        else:
+            b = tl.load(w_at, mask=(d < hidden - start)[:, None] & (col < vocab)[None, :], other=0.0)
+        z = tl.dot(a, b, z, input_precision=PRECISION)
+        x_at += x_step
+        w_at += w_step
+    if bias is not None:
+        z += tl.load(bias + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
+    return z * scale

@@ -1,0 +1,282 @@
+"""Row statistics of logits that are never stored: a fused product and online softmax, then a merge.
+
+Each program walks a part of the vocabulary for a block of rows and keeps, per row, the maximum m and the sum s of
+exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The parts of one row are merged by rescaling each s
+to the common maximum, as flash-decoding merges parts of a sequence, so one row can use the whole device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .logits import grouped, logits_tile
+
+MERGE_SPLITS, MERGE_ROWS = 32, 32
+
+
+@triton.jit
+def rescale(old, new):
+    """exp(old - new), and 1 where both are the same infinity, whose difference would be NaN."""
+    return tl.where(old == new, 1.0, tl.exp(old - new))
+
+
+@triton.jit
+def finite_or_zero(m):
+    """What exponents are taken relative to: m, but 0 for an infinite m."""
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
+
+
+@triton.jit(do_not_specialize=["rows", "indexed", "splits", "tiles_per_split"])
+def stats_kernel(
+    x,  # [rows, D]
+    w,  # [V, D]
+    bias,  # [V] or None
+    index,  # [rows, K] int64
+    class_weight,  # [V] or None
+    wanted,  # [rows] int8, or None for all
+    part_max,  # [splits, rows] float32, out
+    part_sum,  # [splits, rows] float32, out
+    part_class_sum,  # [splits, rows] float32, out, or None
+    picked,  # [rows, K] float32, out: only where the index is a class
+    scale,
+    rows,
+    vocab,
+    hidden,
+    indexed,  # K
+    splits,
+    tiles_per_split,
+    x_row,
+    x_col,
+    w_row,
+    w_col,
+    x_step,
+    w_step,
+    PRECISION: tl.constexpr,
+    EVEN_VOCAB: tl.constexpr,
+    EVEN_HIDDEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row_block, split = grouped(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), splits, GROUP)
+    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    in_rows = row < rows
+    row64 = row.to(tl.int64)
+    # Rows past the end repeat the last one, which spares every load of x a mask.
+    x_rows = tl.minimum(row, rows - 1)
+
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK_VOCAB))
+    if wanted is not None:
+        # A block without a wanted row walks nothing; the merge gives its rows zeros.
+        any_wanted = tl.max(tl.load(wanted + row, mask=in_rows, other=0).to(tl.int32), 0)
+        last = tl.where(any_wanted != 0, last, first)
+
+    m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    class_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    for tile in range(first, last):
+        tile_start = tile * BLOCK_VOCAB
+        col = tile_start + tl.arange(0, BLOCK_VOCAB)
+        z = logits_tile(
+            x,
+            w,
+            bias,
+            scale,
+            x_rows,
+            col,
+            vocab,
+            hidden,
+            hidden,
+            x_row,
+            x_col,
+            w_row,
+            w_col,
+            x_step,
+            w_step,
+            PRECISION,
+            EVEN_VOCAB,
+            EVEN_HIDDEN,
+            BLOCK_ROWS,
+            BLOCK_VOCAB,
+            BLOCK_HIDDEN,
+        )
+        if part_class_sum is not None:
+            if class_weight is None:
+                class_sum += tl.sum(z, 1)
+            else:
+                c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
+                class_sum += tl.sum(z * c[None, :], 1)
+        if not EVEN_VOCAB:
+            z = tl.where((col < vocab)[None, :], z, float("-inf"))
+
+        for k in range(indexed):
+            at = row64 * indexed + k
+            local = tl.load(index + at, mask=in_rows, other=-1) - tile_start
+            here = (local >= 0) & (local < BLOCK_VOCAB)
+            # Most tiles hold no row's class: skip the search of the tile.
+            if tl.max(here.to(tl.int32), 0) > 0:
+                hit = tl.arange(0, BLOCK_VOCAB)[None, :] == tl.where(here, local, -1).to(tl.int32)[:, None]
+                tl.store(picked + at, tl.sum(tl.where(hit, z, 0.0), 1), mask=here)
+
+        # A NaN is no maximum, but makes its row's sum NaN.
+        m_new = tl.maximum(m, tl.max(z, 1))
+        s = s * rescale(m, m_new) + tl.sum(tl.exp(z - finite_or_zero(m_new)[:, None]), 1)
+        m = m_new
+
+    part = split.to(tl.int64) * rows + row64
+    tl.store(part_max + part, m, mask=in_rows)
+    tl.store(part_sum + part, s, mask=in_rows)
+    if part_class_sum is not None:
+        tl.store(part_class_sum + part, class_sum, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["rows", "vocab", "indexed", "splits"])
+def merge_kernel(
+    part_max,  # [splits, rows] float32
+    part_sum,  # [splits, rows] float32
+    part_class_sum,  # [splits, rows] float32, or None
+    index,  # [rows, K] int64
+    wanted,  # [rows] int8, or None for all
+    lse,  # [rows] float32, out
+    picked,  # [rows, K] float32: read where the index is a class, zeroed elsewhere
+    log_prob,  # [rows, K] float32, out
+    class_sum,  # [rows] float32, out, or None
+    rows,
+    vocab,
+    indexed,
+    splits,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    in_rows = row < rows
+    row64 = row.to(tl.int64)
+
+    m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    for start in range(0, splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        part = split.to(tl.int64)[:, None] * rows + row64[None, :]
+        inside = (split < splits)[:, None] & in_rows[None, :]
+        m = tl.maximum(m, tl.max(tl.load(part_max + part, mask=inside, other=float("-inf")), 0))
+
+    s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    for start in range(0, splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        part = split.to(tl.int64)[:, None] * rows + row64[None, :]
+        inside = (split < splits)[:, None] & in_rows[None, :]
+        their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))
+        s += tl.sum(tl.load(part_sum + part, mask=inside, other=0.0) * rescale(their_m, m[None, :]), 0)
+        if class_sum is not None:
+            weighted += tl.sum(tl.load(part_class_sum + part, mask=inside, other=0.0), 0)
+
+    log_s = tl.log(s)
+    row_lse = finite_or_zero(m) + log_s
+    if wanted is not None:
+        row_wanted = tl.load(wanted + row, mask=in_rows, other=0) != 0
+        row_lse = tl.where(row_wanted, row_lse, 0.0)
+        weighted = tl.where(row_wanted, weighted, 0.0)
+    tl.store(lse + row, row_lse, mask=in_rows)
+    if class_sum is not None:
+        tl.store(class_sum + row, weighted, mask=in_rows)
+    for k in range(indexed):
+        at = row64 * indexed + k
+        chosen = tl.load(index + at, mask=in_rows, other=-1)
+        is_class = (chosen >= 0) & (chosen < vocab)
+        if wanted is not None:
+            is_class = is_class & row_wanted
+        z = tl.load(picked + at, mask=is_class, other=0.0)
+        tl.store(picked + at, z, mask=in_rows)
+        # m - m is 0, or NaN for an infinite maximum, where log_softmax is NaN too.
+        tl.store(log_prob + at, tl.where(is_class, (z - m) - (log_s + (m - m)), 0.0), mask=in_rows)
+
+
+def row_stats(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    want_class_sum: bool,
+    wanted: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``lse [N]``, ``picked [N, K]``, ``log_prob [N, K]`` and ``class_sum [N]`` (or empty), all float32.
+
+    ``x [N, D]`` and ``weight [V, D]`` may have any strides; ``index [N, K]``, ``bias [V]``, ``class_weight [V]`` and
+    ``wanted [N]`` (bool; rows outside it get zeros; None for all) are contiguous.
+    """
+    (rows, hidden), vocab, indexed = x.shape, weight.shape[0], index.shape[1]
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    lse, picked, log_prob = empty(rows), empty(rows, indexed), empty(rows, indexed)
+    class_sum = empty(rows if want_class_sum else 0)
+    if rows == 0:
+        return lse, picked, log_prob, class_sum
+
+    shape = tiles.tile(rows, x.dtype, x.device)
+    row_blocks, vocab_tiles = triton.cdiv(rows, shape.rows), triton.cdiv(vocab, shape.vocab)
+    each = tiles.tiles_per_split(row_blocks, vocab_tiles, tiles.machine(x.device).processors)
+    splits = triton.cdiv(vocab_tiles, each)
+    part_max, part_sum = empty(splits, rows), empty(splits, rows)
+    part_class_sum = empty(splits, rows) if want_class_sum else None
+    wanted = None if wanted is None else wanted.view(torch.int8)
+    stats_kernel[(row_blocks * splits,)](
+        x,
+        weight,
+        bias,
+        index,
+        class_weight,
+        wanted,
+        part_max,
+        part_sum,
+        part_class_sum,
+        picked,
+        scale,
+        rows,
+        vocab,
+        hidden,
+        indexed,
+        splits,
+        each,
+        *x.stride(),
+        *weight.stride(),
+        shape.hidden * x.stride(1),
+        shape.hidden * weight.stride(1),
+        PRECISION=tiles.dot_precision(x.dtype),
+        EVEN_VOCAB=vocab % shape.vocab == 0,
+        EVEN_HIDDEN=hidden % shape.hidden == 0,
+        BLOCK_ROWS=shape.rows,
+        BLOCK_VOCAB=shape.vocab,
+        BLOCK_HIDDEN=shape.hidden,
+        GROUP=tiles.GROUP,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
+        part_max,
+        part_sum,
+        part_class_sum,
+        index,
+        wanted,
+        lse,
+        picked,
+        log_prob,
+        class_sum if want_class_sum else None,
+        rows,
+        vocab,
+        indexed,
+        splits,
+        BLOCK_SPLITS=MERGE_SPLITS,
+        BLOCK_ROWS=MERGE_ROWS,
+        num_warps=4,
+    )
+    return lse, picked, log_prob, class_sum

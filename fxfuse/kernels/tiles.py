@@ -1,0 +1,90 @@
+"""Launch shapes: tile sizes by device generation and dtype, and how a vocabulary is split over the device.
+
+No Triton is imported here, and nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+# Row blocks that run side by side over the same part of the vocabulary: they share the weight's tiles in L2, and
+# their own hidden states (16 blocks of 128 rows by 4096 in 16 bits are 16 MiB) stay there meanwhile.
+GROUP = 16
+
+
+class Machine(NamedTuple):
+    generation: str  # a key of TILES
+    processors: int  # streaming multiprocessors
+
+
+class Tile(NamedTuple):
+    """One step of a program: a ``[rows, vocab]`` tile of logits, accumulated ``hidden`` columns at a time."""
+
+    rows: int
+    vocab: int
+    hidden: int
+    warps: int
+    stages: int
+
+
+# For a generation and the bytes of an operand's element: tiles by growing number of rows. A call takes the first that
+# covers its rows, or the last. Few rows are bound by reading the weight, many by the tensor cores.
+TILES: dict[tuple[str, int], tuple[Tile, ...]] = {
+    ("hopper", 2): (Tile(16, 128, 128, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)),
+    ("hopper", 4): (Tile(16, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3)),
+    # 99 KiB of shared memory at most, which is what sm_86, sm_89 and sm_120 have.
+    ("ampere", 2): (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)),
+    ("ampere", 4): (Tile(16, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3), Tile(128, 128, 32, 8, 2)),
+    # Small enough that small tests have many tiles and ragged edges.
+    ("interpreter", 2): (Tile(16, 32, 16, 4, 1),),
+    ("interpreter", 4): (Tile(16, 32, 16, 4, 1),),
+}
+
+
+@functools.cache
+def machine(device: torch.device) -> Machine:
+    """What ``device`` is; a CPU stands for Triton's interpreter, given enough processors to make it split."""
+    if device.type != "cuda":
+        return Machine("interpreter", 6)
+    properties = torch.cuda.get_device_properties(device)
+    generation = "hopper" if properties.major in (9, 10) else "ampere"
+    return Machine(generation, properties.multi_processor_count)
+
+
+def tile(rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The tile for a product with ``rows`` rows of operands of ``dtype``."""
+    choices = TILES[machine(device).generation, dtype.itemsize]
+    return next((choice for choice in choices if choice.rows >= rows), choices[-1])
+
+
+@functools.lru_cache(maxsize=1024)
+def tiles_per_split(row_blocks: int, vocab_tiles: int, processors: int) -> int:
+    """How many vocabulary tiles one program walks, so that ``row_blocks * splits`` programs fill the device evenly.
+
+    At least so many splits that a wave of programs is about ``GROUP`` row blocks wide, which keeps both operands in
+    L2; among those, the count that leaves the last wave fullest.
+    """
+    least = min(vocab_tiles, max(1, processors // min(row_blocks, GROUP)))
+
+    def length(splits: int) -> tuple[int, int]:
+        # In tiles, one after the other; one more a program for its start and end.
+        each = -(-vocab_tiles // splits)
+        waves = -(-row_blocks * -(-vocab_tiles // each) // processors)
+        return waves * (each + 1), splits
+
+    best = min(range(least, min(vocab_tiles, 4 * least) + 1), key=length)
+    return -(-vocab_tiles // best)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """``tf32`` for float32 operands where PyTorch's own products may use it, else ``ieee``."""
+    if dtype != torch.float32:
+        return "ieee"
+    matmul = torch.backends.cuda.matmul
+    # The older switch raises once the newer one has been used, so ask the newer one where there is one.
+    if hasattr(matmul, "fp32_precision"):
+        return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
+    return "tf32" if matmul.allow_tf32 else "ieee"

@@ -1,0 +1,53 @@
+"""The options of the backend, ``torch.compile(model, backend="fxfuse", options={"fxfuse.…": …})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from . import errors
+
+PREFIX = "fxfuse."
+
+
+@dataclass(frozen=True)
+class Options:
+    """fxfuse's own options, each given as ``"fxfuse.<name>"``.
+
+    Attributes:
+        enabled: False hands every graph to the inner backend as it is.
+        min_logits_bytes: logits smaller than this many bytes are left alone; 0 fuses everything that is sound.
+        inner: the registered backend that compiles the rewritten graph.
+        strict: raise ``FxfuseError`` where a head is kept dense for a reason that the user can mend.
+    """
+
+    enabled: bool = True
+    min_logits_bytes: int = 16 << 20
+    inner: str = "inductor"
+    strict: bool = False
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+        """Split ``given`` into fxfuse's options and those of the inner backend.
+
+        Raises:
+            ValueError: an unknown key that starts with ``fxfuse.``, or a value of the wrong type.
+        """
+        own: dict[str, Any] = {}
+        inner: dict[str, Any] = {}
+        types = {f.name: type(f.default) for f in fields(cls)}
+        for key, value in (given or {}).items():
+            if not key.startswith(PREFIX):
+                inner[key] = value
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in types:
+                raise errors.unknown_option(key, (PREFIX + known for known in types))
+            if type(value) is not types[name] or (name == "min_logits_bytes" and value < 0):
+                raise errors.bad_option(key, value, _EXPECTED[types[name]])
+            own[name] = value
+        return cls(**own), inner
+
+
+_EXPECTED = {bool: "True or False", int: "a number of bytes, 0 or more", str: "the name of a registered backend"}

@@ -1,0 +1,111 @@
+"""One pass over the logits of a head for one or more readers: which op computes it, and with what."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import ops
+from .algebra import Emit, Handle, Head, Reader, Statistics, with_offset
+from .ops.contract import acc_dtype
+
+IN_FORWARD = "gradients in forward"
+RECOMPUTED = "recompute in backward"
+FORWARD_ONLY = "forward only"
+
+
+def compute(emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bool) -> tuple[str, list[Handle]]:
+    """Emit what ``readers``, which read the same rows of ``head``, return.
+
+    A single scalar reader gets its gradients in the forward pass. Under activation checkpointing the forward runs
+    twice, so there they are computed in the backward.
+
+    Returns:
+        The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
+    """
+    source = readers[0].source
+    operands = (head.input, head.weight, head.bias)
+    needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in operands]
+    prepared = _operands(emit, head, readers[0])
+    alone = readers[0] if len(readers) == 1 else None
+    if alone is not None and alone.coefficients is not None and not (in_checkpoint and any(needs)):
+        results = [_loss(emit, alone, prepared, needs)]
+        return (IN_FORWARD if any(needs) else FORWARD_ONLY), results
+    return (RECOMPUTED if any(needs) else FORWARD_ONLY), _statistics(emit, readers, prepared)
+
+
+def _operands(emit: Emit, head: Head, reader: Reader) -> tuple[Handle, Handle, Handle]:
+    """Hidden states ``[N, D]``, weight ``[V, D]`` and bias ``[V]`` in the dtype of the logits."""
+    source = reader.source
+
+    def ready(handle: Handle) -> Handle:
+        if handle is None:
+            return None
+        if not source.requires_grad and emit.example(handle).requires_grad:
+            handle = emit(torch.detach, handle)
+        if emit.example(handle).dtype != head.dtype:
+            handle = emit(torch.Tensor.to, handle, head.dtype)
+        return handle
+
+    rows = source.hidden_states(emit)
+    if source.class_dim != len(source.shape) - 1:
+        rows = emit(torch.movedim, rows, source.class_dim, -1)
+    weight = ready(head.weight)
+    if head.weight_transposed:
+        weight = emit(torch.t, weight)
+    return ready(emit(torch.reshape, rows, (-1, head.hidden))), weight, ready(head.bias)
+
+
+def _class_weight(emit: Emit, reader: Reader) -> Handle | None:
+    if reader.class_weight is None:
+        return None
+    return emit(torch.Tensor.to, reader.class_weight, acc_dtype(reader.source.head.dtype))
+
+
+def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[bool]) -> Handle:
+    assert reader.index is not None and reader.coefficients is not None
+    index = reader.index.make(emit)
+    c = reader.coefficients(emit, index)
+    c_lse = c.lse
+    if c_lse is None:
+        c_lse = emit(torch.zeros_like, emit(torch.select, c.log_prob, 1, 0))
+    weight, scale = _class_weight(emit, reader), reader.source.scale
+    out = emit(ops.linear_loss, *operands, index, weight, scale, c_lse, c.log_prob, c.class_sum, *needs)
+    return with_offset(emit, emit(operator.getitem, out, 0), c)
+
+
+def _statistics(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...]) -> list[Handle]:
+    columns: dict[Any, slice] = {}  # of each distinct index in the one that the op is given
+    parts: list[Handle] = []
+    width = 0
+    for reader in readers:
+        if reader.index is not None and reader.index.key not in columns:
+            parts.append(reader.index.make(emit))
+            end = width + int(emit.example(parts[-1]).shape[1])
+            columns[reader.index.key] = slice(width, end)
+            width = end
+    if parts:
+        index = parts[0] if len(parts) == 1 else emit(torch.cat, parts, 1)
+    else:
+        index = emit(torch.Tensor.to, emit(torch.narrow, operands[0], 1, 0, 0), torch.int64)
+    summing = [reader for reader in readers if reader.want_class_sum]
+    weight = _class_weight(emit, summing[0]) if summing else None
+    skip = all(reader.skip_unindexed for reader in readers)
+    out = emit(ops.linear_stats, *operands, index, weight, readers[0].source.scale, bool(summing), skip)
+    lse, picked, log_prob, class_sum = (emit(operator.getitem, out, i) for i in range(4))
+
+    def own(handle: Handle, reader: Reader) -> Handle:
+        if reader.index is None:
+            return None
+        at = columns[reader.index.key]
+        if at.stop - at.start == width:
+            return handle
+        return emit(torch.narrow, handle, 1, at.start, at.stop - at.start)
+
+    return [
+        reader.finish(emit, Statistics(lse, own(picked, reader), own(log_prob, reader), class_sum), own(index, reader))
+        for reader in readers
+    ]

@@ -1,0 +1,42 @@
+"""``fxfuse.sites()`` and ``fxfuse.explain()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .records import Report, Site, journal
+
+
+def sites() -> tuple[Site, ...]:
+    """Every head that was seen in a graph compiled in this process, in order of compilation."""
+    return journal.report().sites
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """What fxfuse does with the heads of ``fn``, found by calling it once.
+
+    Args:
+        fn: a function or module, compiled already or not.
+        *args, **kwargs: what it is called with. The call is real, side effects included.
+
+    Returns:
+        The graphs that were captured, with their sites; printed, a table. No code is generated: the graphs run
+        in eager mode.
+
+    Note:
+        As ``torch._dynamo.explain`` does, it forgets all compiled code of this process; functions that were
+        compiled before are compiled again when they are next called.
+    """
+    from ..backend import fxfuse
+
+    fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
+    since = len(journal)
+    torch._dynamo.reset()
+    try:
+        torch.compile(fn, backend=fxfuse, options={"fxfuse.inner": "eager"})(*args, **kwargs)
+    finally:
+        torch._dynamo.reset()
+    return journal.report(since)

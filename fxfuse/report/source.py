@@ -1,0 +1,52 @@
+"""Where in the user's source a graph node comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_TORCH = str(Path(torch.__file__).parent)
+_MODULE_PART = re.compile(r"\._?(?:modules|parameters|buffers)\['?([^\]']+)'?\]|\.([A-Za-z_]\w*)")
+
+
+def location(node: Node) -> str | None:
+    """``file.py:line`` of the innermost frame outside of PyTorch, or None."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else None
+
+
+def function_name(node: Node) -> str:
+    """The function that a node calls, as people write it: ``"linear"``, ``"view"``."""
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
+
+
+def module_path(node: Node, weight: Any) -> str:
+    """Path of the module that made the projection, or else of the one that owns its weight; ``""`` if neither."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, kind in reversed(list(stack.values())):
+        name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+        if name.rpartition(".")[2] == "Linear":
+            return _clean(path)
+    while isinstance(weight, Node) and weight.op != "placeholder" and weight.all_input_nodes:
+        weight = weight.all_input_nodes[0]
+    source = getattr(weight, "_dynamo_source", None)
+    path, owned, _ = ("" if source is None else _source_name(source)).rpartition("._parameters")
+    return _clean(path) if owned else ""
+
+
+def _source_name(source: Any) -> str:
+    # A method up to torch 2.11, a property later.
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def _clean(path: str) -> str:
+    """``"model.lm_head"`` of ``"L['self']._modules['model']._modules['lm_head']"``."""
+    parts = [a or b for a, b in _MODULE_PART.findall(path)]
+    return ".".join(part for part in parts if part not in ("_modules", "_parameters"))

@@ -1,0 +1,136 @@
+"""A ``Report`` as text: a row for every head, why each kept head was kept, and the totals."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+from .records import Report, Site, Status
+
+WIDTH = 100  # columns; a cell breaks onto more lines before the table gets wider
+_GAP = 2  # between two columns in tabulate's "simple" format
+_PADDING = 2  # that tabulate adds to every header
+
+# The columns, each with the places where a long cell may break: before a space, after a slash or a dot, or never.
+_COLUMNS = {
+    "status": r"(?!)",
+    "where": r"(?<=/)",
+    "module": r"(?<=\.)",
+    "pattern": r"(?= [→+])",
+    "shape": r"(?= →)",
+    "dtype": r"(?!)",
+    "variant": r"(?= )",
+    "saved": r"(?!)",
+}
+
+
+def table(report: Report) -> str:
+    """The report as a table, followed by a note for every kept head and a line of totals."""
+    if not report.sites:
+        return _no_heads(len(report.graphs))
+    return "\n\n".join([_grid(report.sites), *_notes(report.sites), _totals(report.sites)])
+
+
+def human_bytes(count: int) -> str:
+    """``count`` bytes in the largest binary unit that leaves at least 1: ``"1.2 GiB"``, ``"980 MiB"``, ``"12 B"``."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    exact = units[0] == "B" or size >= 10
+    return f"{size:.{0 if exact else 1}f} {units[0]}"
+
+
+def _grid(sites: Sequence[Site]) -> str:
+    from tabulate import tabulate  # here, so that compiling a model does not import it
+
+    places = _COLUMNS.values()
+    rows = [[re.split(place, cell) for place, cell in zip(places, _row(site), strict=True)] for site in sites]
+    widths = _fit(list(zip(*rows, strict=True)))
+    lines = [[_broken(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return tabulate(lines, list(_COLUMNS), tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
+
+
+def _row(site: Site) -> tuple[str, ...]:
+    shape = f"{site.rows} x {site.hidden} → {site.vocab}"
+    saved = human_bytes(site.bytes_saved) if site.bytes_saved else ""
+    return (site.status, _short(site.where), site.module, site.pattern, shape, site.dtype, site.variant, saved)
+
+
+def _short(where: str) -> str:
+    """``where`` from the directory that python imports it from: ``transformers/models/llama/modeling_llama.py:480``."""
+    roots = (os.path.join(os.path.abspath(root), "") for root in sys.path)
+    return where.removeprefix(max((root for root in roots if where.startswith(root)), key=len, default=""))
+
+
+def _fit(columns: Sequence[Sequence[Sequence[str]]]) -> list[int]:
+    """Widths of the columns, ``WIDTH`` together: the widest gives way first, and last one with nowhere to break."""
+    widths, unbroken = [], []
+    for name, column in zip(_COLUMNS, columns, strict=True):
+        header = len(name) + _PADDING
+        widths.append(max(header, *(len("".join(cell)) for cell in column)))
+        unbroken.append(max(header, *(len(piece.strip()) for cell in column for piece in cell)))
+    while sum(widths) + _GAP * (len(widths) - 1) > WIDTH:
+        widest = max(range(len(widths)), key=lambda i: (widths[i] > unbroken[i], widths[i]))
+        widths[widest] -= 1
+    return widths
+
+
+def _broken(pieces: Sequence[str], width: int) -> str:
+    lines = [""]
+    for piece in pieces:
+        if lines[-1] and len(lines[-1] + piece) > width:
+            lines.append(piece.strip())
+        else:
+            lines[-1] += piece
+    return "\n".join(lines)  # a line that is still too long is cut by tabulate's maxcolwidths
+
+
+def _notes(sites: Sequence[Site]) -> list[str]:
+    # A graph that is compiled again, for another shape, says the same again: once is enough.
+    notes = Counter(_note(site) for site in sites if site.status == "kept")
+    return [f"{note}\n    ({count} times)" if count > 1 else note for note, count in notes.items()]
+
+
+def _note(site: Site) -> str:
+    lines = [f"kept: {site.where}" + (f" ({site.module})" if site.module else "")]
+    if site.reason:
+        lines.append(site.reason.sentence)
+        if site.reason.where:
+            lines.append(f"at {site.reason.where}")
+        lines.append(f"remedy: {site.reason.remedy}")
+    # A path or an option is copied from here: never break inside one.
+    wrapped = (
+        textwrap.wrap(
+            line,
+            WIDTH,
+            initial_indent="    " if number else "",
+            subsequent_indent="    " if number == 0 else "      ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for number, line in enumerate(lines)
+    )
+    return "\n".join(piece for pieces in wrapped for piece in pieces)
+
+
+def _totals(sites: Sequence[Site]) -> str:
+    counts = Counter(site.status for site in sites)
+    parts = ", ".join(f"{counts[status]} {status}" for status in get_args(Status) if counts[status])
+    saved = human_bytes(sum(site.bytes_saved for site in sites))
+    return f"{_plural(len(sites), 'head')}: {parts}; {saved} of logits not built"
+
+
+def _no_heads(graphs: int) -> str:
+    if not graphs:
+        return "No heads seen: nothing was compiled."
+    return f"No heads seen: {_plural(graphs, 'graph')} compiled, none with a projection that a loss reads."
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,156 @@
+"""The rule table: what each torch function does to a value derived from a head.
+
+A rule is one function and the list of callables (and method names) that it is the rule of. It takes the call and
+the described arguments, and returns what the result is: another ``ClassTensor``, or a ``Reader``. It refuses with
+``call.keep(code, detail)``. A function without a rule makes the head dense, and so does an argument that the rule
+does not name and that has not its default value: an unknown spelling can cost speed, never correctness.
+
+Both drivers look functions up here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..algebra import ClassTensor, Head, Reader
+from ..reasons import Reason, because
+
+
+class Keep(Exception):
+    """Raised by a rule: the logits are really needed here."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.sentence)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Call:
+    """One application of a torch function.
+
+    Attributes:
+        name: of the function, as people write it.
+        out: an example of what eager returns (shape, dtype, device); a tuple where it returns several.
+        example: from a handle to an example tensor.
+        where: ``file.py:line`` in the user's source, if known.
+    """
+
+    name: str
+    out: Any
+    example: Callable[[Any], Tensor]
+    where: str | None = None
+
+    def keep(self, code: str, detail: str = "") -> NoReturn:
+        """Refuse: leave the head dense, for the reason ``code``."""
+        raise Keep(because(code, detail or self.name, self.where))
+
+
+Outcome = ClassTensor | Reader
+Function = Callable[..., Any] | str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table: how to call ``apply``, and what the function tells of the tensor that it reads.
+
+    ``reads`` is ``"loss"`` where only logits are read so, ``"scores"`` where attention or a router may be, else empty.
+    """
+
+    apply: Callable[..., Any]
+    signature: inspect.Signature
+    tracked: tuple[str, ...]
+    reads: bool = False
+
+    def __call__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError:
+            call.keep("unsupported_argument", f"{call.name} is called in a form that fxfuse does not know")
+        given = bound.arguments
+        wanted = inspect.signature(self.apply).parameters
+        if self.tracked and not any(isinstance(given.get(name), ClassTensor) for name in self.tracked):
+            call.keep("unknown_reader")
+        for name, value in given.items():
+            if name not in self.tracked and _holds_class_tensor(value):
+                call.keep("unknown_reader", f"{call.name} (as its argument {name})")
+            default = self.signature.parameters[name].default
+            if name not in wanted and not name.startswith("_") and value is not default and value != default:
+                call.keep("unsupported_argument", f"{call.name} has {name}={value!r}, which fxfuse does not support")
+        return self.apply(call, **{name: value for name, value in given.items() if name in wanted})
+
+
+def _holds_class_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return any(_holds_class_tensor(v) for v in value)
+    return isinstance(value, ClassTensor)
+
+
+TABLE: dict[Function, Rule] = {}
+HEADS: dict[Function, Rule] = {}
+
+
+def _register(table: dict[Function, Rule], functions: tuple[Function, ...], make: Callable[..., Rule]) -> Any:
+    def decorate(apply: Callable[..., Any]) -> Callable[..., Any]:
+        row = make(apply)
+        for function in functions:
+            table[function] = row
+            if isinstance(function, str) and hasattr(torch.Tensor, function):
+                table[getattr(torch.Tensor, function)] = row
+        return apply
+
+    return decorate
+
+
+def rule(
+    *functions: Function,
+    like: Callable[..., Any] | None = None,
+    tracked: tuple[str, ...] = ("input",),
+    reads: str = "",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the decorated function the rule of ``functions`` (callables, or names of tensor methods).
+
+    Arguments are bound by the signature of ``like``, of the rule itself if not given; the rule receives those
+    that it names. ``tracked`` are the arguments that may be described values.
+    """
+
+    def make(apply: Callable[..., Any]) -> Rule:
+        signature = inspect.signature(like or apply)
+        if like is None:
+            signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        return Rule(apply, signature, tracked, reads)
+
+    return _register(TABLE, functions, make)
+
+
+def head(*functions: Function) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the decorated function say which ``Head``, if any, a call of ``functions`` is."""
+
+    def make(apply: Callable[..., Any]) -> Rule:
+        signature = inspect.signature(apply)
+        return Rule(apply, signature.replace(parameters=list(signature.parameters.values())[1:]), ())
+
+    return _register(HEADS, functions, make)
+
+
+def head_of(function: Function, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Head | None:
+    """The head that this call is, or None."""
+    row = HEADS.get(function)
+    if row is None:
+        return None
+    try:
+        found = row(call, args, kwargs)
+    except Keep:
+        return None
+    return found  # type: ignore[no-any-return]
+
+
+# Importing a family fills the table.
+from . import casts, heads, log_probs, losses, statistics, transforms, views  # noqa: E402, F401

@@ -1,0 +1,158 @@
+"""Losses with class-index targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .. import ops
+from ..algebra import (
+    ClassTensor,
+    Coefficients,
+    Emit,
+    Handle,
+    Index,
+    Logits,
+    LogProbs,
+    Reader,
+    Statistics,
+    weigh,
+    with_offset,
+)
+from ..ops.contract import acc_dtype
+from . import Call, rule
+
+
+@rule(F.cross_entropy, like=F.cross_entropy, reads="loss")
+def cross_entropy(
+    call: Call,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    ignore_index: Any = -100,
+    reduction: Any = "mean",
+    label_smoothing: Any = 0.0,
+) -> Reader:
+    if not isinstance(input, Logits):
+        call.keep("unknown_reader", "cross_entropy of log-probabilities")
+    return _class_index_loss(call, input, target, weight, ignore_index, reduction, label_smoothing)
+
+
+@rule(F.nll_loss, like=F.nll_loss, reads="loss")
+def nll_loss(
+    call: Call, input: Any, target: Any, weight: Any = None, ignore_index: Any = -100, reduction: Any = "mean"
+) -> Reader:
+    if not isinstance(input, LogProbs):
+        call.keep("unknown_reader", "nll_loss of values that are not log-probabilities")
+    return _class_index_loss(call, input, target, weight, ignore_index, reduction, 0.0)
+
+
+def _class_index_loss(
+    call: Call, input: ClassTensor, target: Any, weight: Any, ignore_index: Any, reduction: Any, label_smoothing: Any
+) -> Reader:
+    dims = len(input.shape)
+    if input.class_dim != (0 if dims == 1 else 1):
+        call.keep("class_dim")
+    labels = call.example(target)
+    if labels.dtype.is_floating_point:
+        call.keep("probability_targets")
+    if labels.dtype != torch.int64:
+        call.keep("dtype", f"{call.name} has targets of {labels.dtype}")
+    if weight is not None:
+        like = call.example(weight)
+        if like.requires_grad:
+            call.keep("unsupported_argument", f"{call.name} has a class weight that requires a gradient")
+        if like.dtype not in (input.dtype, torch.float32):
+            call.keep("dtype", f"{call.name} has logits of {input.dtype} and a class weight of {like.dtype}")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        call.keep("unsupported_argument", f"{call.name} has an ignore_index that is not a number")
+    if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
+        call.keep("unsupported_argument", f"{call.name} has label_smoothing={label_smoothing}")
+    if reduction not in ("none", "mean", "sum"):
+        call.keep("unsupported_argument", f"{call.name} has reduction={reduction!r}")
+
+    formula = _ClassIndexLoss(input.head.vocab, weight, float(label_smoothing), reduction, acc_dtype(input.head.dtype))
+
+    def make(emit: Emit) -> Handle:
+        # The class axis is axis 1 of the logits and absent from the target: rows flatten in the same order.
+        clean = emit(ops.check_index, emit(torch.reshape, target, (-1,)), input.head.vocab, ignore_index)
+        return emit(torch.unsqueeze, clean, 1)
+
+    def finish(emit: Emit, stats: Statistics, index: Handle | None) -> Handle:
+        c = formula.coefficients(emit, index)
+        terms = weigh(emit, c, stats)
+        if reduction == "none":
+            return emit(torch.Tensor.reshape_as, terms, target)
+        return with_offset(emit, emit(torch.sum, terms), c)
+
+    return Reader(
+        input,
+        _spelled(call.name, ignore_index, reduction, label_smoothing, weight),
+        finish,
+        Index(target, make, (target, "target", ignore_index)),
+        coefficients=None if reduction == "none" else formula.coefficients,
+        want_class_sum=label_smoothing > 0,
+        class_weight=weight if label_smoothing > 0 else None,
+        skip_unindexed=True,
+        operands=(target,) if weight is None else (target, weight),
+    )
+
+
+class _ClassIndexLoss:
+    """``torch.nn.CrossEntropyLoss`` with class indices, as a linear function of the row statistics.
+
+    With m_i = [row i is not ignored], u_i = m_i * weight[y_i], epsilon the label smoothing and
+    n = sum_i u_i for ``mean``, else 1, the definition in PyTorch's documentation is
+
+        loss = 1/n sum_i ( -(1 - epsilon) u_i log_prob_i + epsilon/V m_i (lse_i sum_j weight_j - sum_j weight_j z_ij) )
+    """
+
+    def __init__(
+        self, vocab: int, weight: Handle | None, label_smoothing: float, reduction: str, acc: torch.dtype
+    ) -> None:
+        self.vocab, self.weight, self.label_smoothing = vocab, weight, label_smoothing
+        self.reduction, self.acc = reduction, acc
+
+    def coefficients(self, emit: Emit, index: Handle) -> Coefficients:
+        row = emit(torch.squeeze, index, 1)
+        mask = emit(torch.Tensor.to, emit(torch.ge, row, 0), self.acc)
+        share, total = mask, float(self.vocab)
+        if self.weight is not None:
+            weight = emit(torch.Tensor.to, self.weight, self.acc)
+            own = emit(torch.index_select, weight, 0, emit(torch.clamp, row, 0))
+            share = emit(torch.mul, mask, own)
+            total = emit(torch.sum, weight) if self.label_smoothing > 0 else total
+        offset = None
+        if self.reduction == "mean":
+            count = emit(torch.sum, share)
+            # 0 / 0: with every row ignored the mean is NaN, and its gradients are zero.
+            offset = emit(torch.div, emit(torch.zeros_like, count), count)
+            # Ignored rows stay exactly zero, also where the count is zero.
+            mask, share = (self._shared(emit, mask, c, count) for c in (mask, share))
+        epsilon = self.label_smoothing
+        log_prob = emit(torch.unsqueeze, emit(torch.mul, share, epsilon - 1.0), 1)
+        if epsilon == 0:
+            return Coefficients(None, log_prob, None, offset)
+        smooth = emit(torch.mul, mask, epsilon / self.vocab)
+        return Coefficients(emit(torch.mul, smooth, total), log_prob, emit(torch.neg, smooth), offset)
+
+    @staticmethod
+    def _shared(emit: Emit, mask: Handle, c: Handle, count: Handle) -> Handle:
+        return emit(torch.where, emit(torch.eq, mask, 0), 0.0, emit(torch.div, c, count))
+
+
+def _spelled(name: str, ignore_index: int, reduction: str, label_smoothing: float, weight: Any) -> str:
+    """The call with the options that differ from the defaults."""
+    options = [
+        text
+        for differs, text in (
+            (weight is not None, "weight"),
+            (ignore_index != -100, f"ignore_index={ignore_index}"),
+            (reduction != "mean", f"reduction={reduction}"),
+            (label_smoothing != 0, f"label_smoothing={label_smoothing:g}"),
+        )
+        if differs
+    ]
+    return f"{name}({', '.join(options)})" if options else name

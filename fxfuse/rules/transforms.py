@@ -1,0 +1,49 @@
+"""Arithmetic on logits that leaves them logits."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+
+from ..algebra import ClassTensor, Logits, derive
+from . import Call, rule
+
+
+def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
+    if not isinstance(input, Logits):
+        call.keep("unknown_reader")
+    scale = input.scale * factor
+    if not math.isfinite(scale) or scale == 0.0:
+        call.keep("unsupported_argument", f"{call.name} scales the logits by {scale}")
+    return derive(input, call.name, scale=scale)
+
+
+def _number(call: Call, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        call.keep("unknown_reader", f"{call.name} by something other than a number")
+    return float(value)
+
+
+@rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__", tracked=("input", "other"))
+def mul(call: Call, input: Any, other: Any) -> ClassTensor:
+    if not isinstance(input, ClassTensor):
+        input, other = other, input
+    return _scaled(call, input, _number(call, other))
+
+
+@rule(operator.truediv, "__truediv__")
+@rule(torch.div, torch.divide, torch.true_divide, "div", "divide", "true_divide",
+      like=lambda input, other, *, rounding_mode=None: None)  # fmt: skip
+def div(call: Call, input: Any, other: Any) -> ClassTensor:
+    divisor = _number(call, other)
+    if divisor == 0.0:
+        call.keep("unsupported_argument", f"{call.name} divides the logits by zero")
+    return _scaled(call, input, 1.0 / divisor)
+
+
+@rule(operator.neg, torch.neg, torch.negative, "neg", "negative", "__neg__")
+def neg(call: Call, input: Any) -> ClassTensor:
+    return _scaled(call, input, -1.0)
