@@ -51,7 +51,10 @@ def no_double_backward(op: str) -> Exception:
 def unknown_option(key: str, known: Iterable[str]) -> ValueError:
     known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return ValueError(f"unknown option {key!r}; did you mean {near[0]!r}? fxfuse's options are {', '.join(known)}.")
+    own = ", ".join(option for option in known if option.startswith("fxfuse."))
+    return ValueError(
+        f"unknown option {key!r}; did you mean {near[0]!r}? fxfuse's options are {own}; every other key is Inductor's."
+    )
 
 
 def bad_option(key: str, value: object, expected: str) -> ValueError:

@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def is_head(self) -> bool:
-        wide = self.head.vocab >= _VOCABULARY_RATIO * self.head.hidden
+        wide = compat.hint(self.head.vocab) >= _VOCABULARY_RATIO * compat.hint(self.head.hidden)
         return self.read or bool(self.readers) or (self.shown and wide)
 
 
@@ -205,6 +205,8 @@ def _unfit(candidate: Candidate) -> Reason | None:
             return because("device", str(example.device), where)
         if example.device != _example(head.input).device:
             return because("device", f"{_example(head.input).device} and {example.device}", where)
+    if not isinstance(head.vocab, int) or not isinstance(head.hidden, int) or head.hidden == 0:
+        return because("shape", f"the weight has a symbolic or empty shape, {head.vocab} × {head.hidden}", where)
     if head.dtype not in SUPPORTED_DTYPES:
         return because("dtype", f"the logits are {head.dtype}", where)
     return None
@@ -370,14 +372,18 @@ def _site(candidate: Candidate, variant: str) -> Site:
         pattern=" + ".join(chains) or " → ".join(candidate.trail or (function_name(candidate.node),)),
         where=location(candidate.node) or "",
         module=module_path(candidate.node, head.weight),
-        rows=rows if isinstance(rows, int) else str(rows),
-        hidden=head.hidden,
-        vocab=head.vocab,
+        rows=_number(rows),
+        hidden=_number(head.hidden),
+        vocab=_number(head.vocab),
         dtype=str(head.dtype).removeprefix("torch."),
         variant=variant,
         bytes_saved=_bytes_saved(candidate) if fused else 0,
         reason=candidate.kept,
     )
+
+
+def _number(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
 
 
 def _bytes_saved(candidate: Candidate) -> int:

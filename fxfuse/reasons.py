@@ -86,7 +86,7 @@ _KINDS = (
     Kind(
         "shape",
         "{detail}",
-        "give targets or indices the shape of the logits without (or, for gather, with size 1 in) the vocabulary",
+        "give an index the shape of the logits in every dimension but the vocabulary; hold the weight in a Parameter",
     ),
     Kind(
         "internal_error",

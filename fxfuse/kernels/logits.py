@@ -47,16 +47,16 @@ def logits_tile(
     w_at = w + col.to(tl.int64)[None, :] * w_row + d.to(tl.int64)[:, None] * w_col
     z = tl.zeros((BLOCK_ROWS, BLOCK_VOCAB), dtype=tl.float32)
     for start in range(0, until, BLOCK_HIDDEN):
-        if EVEN_HIDDEN:
-            a = tl.load(x_at)
-        else:
-            a = tl.load(x_at, mask=(d < hidden - start)[None, :], other=0.0)
         if EVEN_HIDDEN and EVEN_VOCAB:
+            a = tl.load(x_at)
             b = tl.load(w_at)
         elif EVEN_HIDDEN:
+            a = tl.load(x_at)
             b = tl.load(w_at, mask=(col < vocab)[None, :], other=0.0)
         else:
-            b = tl.load(w_at, mask=(d < hidden - start)[:, None] & (col < vocab)[None, :], other=0.0)
+            in_hidden = d < hidden - start
+            a = tl.load(x_at, mask=in_hidden[None, :], other=0.0)
+            b = tl.load(w_at, mask=in_hidden[:, None] & (col < vocab)[None, :], other=0.0)
         z = tl.dot(a, b, z, input_precision=PRECISION)
         x_at += x_step
         w_at += w_step

@@ -121,12 +121,12 @@ class _Upstream(NamedTuple):
         return rows if self.class_sum is None else rows | (self.class_sum != 0)
 
     def bound(self, class_weight: Tensor | None) -> Tensor:
-        """A bound of the gradient of any logit, up to the head's scale: [1] float32."""
+        """A bound of the finite gradients of logits, up to the head's scale: [1] float32."""
         rows = self.lse.abs() + self.picked.abs().sum(1)
         if self.class_sum is not None:
             most = 1.0 if class_weight is None else class_weight.abs().amax()
             rows = rows + self.class_sum.abs() * most
-        return rows.amax(0, keepdim=True)
+        return torch.where(rows.isfinite(), rows, 0.0).amax(0, keepdim=True)
 
     def contiguous(self) -> _Upstream:
         return _Upstream(*(None if g is None else g.contiguous() for g in self))  # type: ignore[arg-type]
@@ -220,9 +220,9 @@ def _windows(rows: int, vocab: int, itemsize: int) -> tuple[list[slice], list[sl
     over rows do the reverse. The longer axis is cut, so that the smaller gradient is the one accumulated.
     """
     long, short = max(rows, vocab), min(rows, vocab)
-    most = max(MIN_WINDOW, WINDOW_BYTES // (short * itemsize))
+    most = max(1, WINDOW_BYTES // (short * itemsize * MIN_WINDOW)) * MIN_WINDOW
     count = -(-long // most)
-    # Equal windows, in whole tiles: a short last one would waste a product.
+    # Equal windows, but for whole tiles: a short last one would waste a product.
     step = -(-long // (count * MIN_WINDOW)) * MIN_WINDOW
     cut = [slice(start, min(start + step, long)) for start in range(0, long, step)]
     return (cut, [slice(0, vocab)]) if rows > vocab else ([slice(0, rows)], cut)
@@ -235,8 +235,8 @@ def _normalisation(bound: Tensor) -> tuple[Tensor, Tensor]:
     times small coefficients keep their bits.
     """
     _, exponent = torch.frexp(bound)
-    # A bound that is zero or not finite gives any exponent; one far below 1 would overflow the factor.
-    exponent = torch.where(bound.isfinite(), exponent, 0).clamp(min=-100)
+    # An exponent far below 0 would overflow the factor.
+    exponent = exponent.clamp(min=-100)
     return torch.exp2((15 - exponent).float()), torch.exp2((exponent - 15).float())
 
 

@@ -122,7 +122,6 @@ def example_call(scope: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[s
     if not callable(scope.get("model")) or "example_inputs" not in scope:
         return None
     model, inputs = scope["model"], scope["example_inputs"]
-    model = getattr(model, "_orig_mod", model)  # the script may have wrapped it by torch.compile and not called it
     if isinstance(inputs, Mapping):
         return model, (), dict(inputs)
     return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}

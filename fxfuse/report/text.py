@@ -15,13 +15,14 @@ from .records import Report, Site, Status
 WIDTH = 100  # columns; a cell breaks onto more lines before the table gets wider
 _GAP = 2  # between two columns in tabulate's "simple" format
 _PADDING = 2  # that tabulate adds to every header
+_PATH = 12  # a path is cut down to this before anything else is cut
 
-# The columns, each with the places where a long cell may break: before a space, after a slash or a dot, or never.
+# The columns, each with the places where a long cell may break: at a space, inside a path, or never.
 _COLUMNS = {
     "status": r"(?!)",
     "where": r"(?<=/)",
     "module": r"(?<=\.)",
-    "pattern": r"(?= [→+])",
+    "pattern": r"(?<=[→+])",
     "shape": r"(?= →)",
     "dtype": r"(?!)",
     "variant": r"(?= )",
@@ -69,25 +70,30 @@ def _short(where: str) -> str:
 
 
 def _fit(columns: Sequence[Sequence[Sequence[str]]]) -> list[int]:
-    """Widths of the columns, ``WIDTH`` together: the widest gives way first, and last one with nowhere to break."""
+    """Widths of the columns, ``WIDTH`` together, each column being its cells and each cell its unbreakable pieces.
+
+    The widest gives way first: of those that have a place to break, else of the paths, else of all.
+    """
     widths, unbroken = [], []
     for name, column in zip(_COLUMNS, columns, strict=True):
         header = len(name) + _PADDING
         widths.append(max(header, *(len("".join(cell)) for cell in column)))
         unbroken.append(max(header, *(len(piece.strip()) for cell in column for piece in cell)))
+    paths = [name in ("where", "module") for name in _COLUMNS]
     while sum(widths) + _GAP * (len(widths) - 1) > WIDTH:
-        widest = max(range(len(widths)), key=lambda i: (widths[i] > unbroken[i], widths[i]))
-        widths[widest] -= 1
+        order = [(widths[i] > unbroken[i], paths[i] and widths[i] > _PATH, widths[i]) for i in range(len(widths))]
+        widths[order.index(max(order))] -= 1
     return widths
 
 
 def _broken(pieces: Sequence[str], width: int) -> str:
     lines = [""]
     for piece in pieces:
-        if lines[-1] and len(lines[-1] + piece) > width:
-            lines.append(piece.strip())
-        else:
-            lines[-1] += piece
+        for part in [piece] if len(piece.strip()) <= width else re.split(r"(?<=_)", piece):
+            if lines[-1] and len(lines[-1] + part) > width:
+                lines.append(part.strip())
+            else:
+                lines[-1] += part
     return "\n".join(lines)  # a line that is still too long is cut by tabulate's maxcolwidths
 
 

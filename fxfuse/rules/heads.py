@@ -38,7 +38,4 @@ def _head(call: Call, input: Any, weight: Any, bias: Any, *, transposed: bool) -
     vocab, hidden = call.example(weight).shape
     if transposed:
         vocab, hidden = hidden, vocab
-    # A symbolic vocabulary or hidden size is no language model's.
-    if not isinstance(vocab, int) or not isinstance(hidden, int) or hidden == 0:
-        return None
     return Head(input, weight, bias, transposed, hidden, vocab, call.out.dtype)

@@ -1,0 +1,347 @@
+"""Programs that read logits, each with what fxfuse should make of it.
+
+One list for every driver and device: a program takes a ``World`` and computes what a user's code would. ``fused``
+programs must fuse every head; ``kept`` ones must be left alone, for the reason named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+BATCH, TIME, HIDDEN, VOCAB = 2, 5, 4, 11
+
+
+@dataclass
+class World:
+    """Operands: hidden states ``x [B, T, D]``, weight ``w [V, D]``, bias ``b [V]``, labels ``y [B, T]`` in [0, V)."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    b: torch.Tensor
+    y: torch.Tensor
+    c: torch.Tensor  # class weights [V]
+
+    @classmethod
+    def make(cls, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0) -> World:
+        g = torch.Generator().manual_seed(seed)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=g, dtype=torch.float64).to(device, dtype).requires_grad_()
+
+        return cls(
+            randn(BATCH, TIME, HIDDEN),
+            torch.nn.Parameter(randn(VOCAB, HIDDEN)),
+            torch.nn.Parameter(randn(VOCAB)),
+            torch.randint(0, VOCAB, (BATCH, TIME), generator=g).to(device),
+            torch.rand(VOCAB, generator=g, dtype=torch.float64).to(device, dtype),
+        )
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [self.x, self.w, self.b]
+
+    @property
+    def masked(self) -> torch.Tensor:
+        """Labels with every third one ignored."""
+        flat = torch.arange(self.y.numel(), device=self.y.device).view_as(self.y)
+        return torch.where(flat % 3 == 1, -100, self.y)
+
+    @property
+    def z(self) -> torch.Tensor:
+        return F.linear(self.x, self.w)
+
+    @property
+    def zb(self) -> torch.Tensor:
+        return F.linear(self.x, self.w, self.b)
+
+
+def ce(z: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(z.reshape(-1, VOCAB), y.reshape(-1), **options)
+
+
+def _rows(lp: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return lp.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+
+def _detached_scores(s: World) -> Any:
+    lp = F.log_softmax(s.z, dim=-1)
+    return _rows(lp, s.y).detach() + 1
+
+
+def _no_grad_head(s: World) -> Any:
+    with torch.no_grad():
+        z = s.z
+    return z.logsumexp(-1)
+
+
+def _no_grad_reader(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        loss = ce(z, s.y)
+    return loss, ce(z, s.y)
+
+
+def _labels_mutated(s: World) -> Any:
+    y, other = s.y.clone(), s.y.clone()
+    z = s.z
+    y[0, 0] = 3
+    first = ce(z, y)
+    other[0, 1] = -100
+    return first, ce(z, other)
+
+
+def _reader_result_mutated(s: World) -> Any:
+    lp = s.z.log_softmax(-1)
+    a, b = _rows(lp, s.y), _rows(lp, s.y)
+    a += 1
+    return a, b, ce(s.z, s.y).mul_(2)
+
+
+def _olmo_z_loss(s: World) -> Any:
+    z = s.z[..., :-1, :].contiguous().view(-1, VOCAB)
+    t = s.y[:, 1:].reshape(-1)
+    loss = F.cross_entropy(z, t, reduction="sum")
+    return loss / t.numel() + 1e-2 * (z.logsumexp(-1).pow(2) * t.ne(-100)).sum()
+
+
+def _two_heads(s: World) -> Any:
+    return ce(s.z, s.y) + ce(F.linear(s.x, s.w * 2), s.y)
+
+
+def _same_head_twice(s: World) -> Any:
+    return ce(F.linear(s.x, s.w), s.y) + ce(F.linear(s.x, s.w) * 2, s.masked)
+
+
+def _scales_apart(s: World) -> Any:
+    z = s.z
+    return ce(z, s.y), ce(z / 2, s.y), (z * 3).logsumexp(-1)
+
+
+def _checkpointed(s: World) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(lambda x, w, y: ce(F.linear(x, w), y), s.x, s.w, s.y, use_reentrant=False)
+
+
+def _tied(s: World) -> Any:
+    return ce(F.linear(F.embedding(s.y, s.w), s.w), s.y)
+
+
+def _module_loss(s: World) -> Any:
+    loss = torch.nn.CrossEntropyLoss(weight=s.c, label_smoothing=0.1, ignore_index=3)
+    return loss(s.zb.flatten(0, 1), s.y.flatten())
+
+
+FUSED: dict[str, Callable[[World], Any]] = {
+    # heads
+    "linear": lambda s: ce(s.z, s.y),
+    "linear_bias": lambda s: ce(s.zb, s.y),
+    "matmul_t": lambda s: ce(s.x @ s.w.t(), s.y),
+    "matmul_T": lambda s: ce(s.x @ s.w.T, s.y),
+    "torch_matmul_transpose": lambda s: ce(torch.matmul(s.x, s.w.transpose(0, 1)), s.y),
+    "mm": lambda s: ce(torch.mm(s.x.reshape(-1, HIDDEN), s.w.t()), s.y),
+    "addmm": lambda s: ce(torch.addmm(s.b, s.x.reshape(-1, HIDDEN), s.w.t()), s.y),
+    "contiguous_transposed_weight": lambda s: ce(s.x @ s.w.t().contiguous(), s.y),
+    "frozen_weight": lambda s: ce(F.linear(s.x, s.w.detach()), s.y),
+    "frozen_input": lambda s: ce(F.linear(s.x.detach(), s.w, s.b), s.y),
+    "tied": _tied,
+    "two_heads": _two_heads,
+    "same_head_twice": _same_head_twice,
+    "one_row": lambda s: F.cross_entropy(F.linear(s.x[0, 0], s.w), s.y[0, 0]),
+    # between head and reader
+    "float": lambda s: ce(s.z.to(s.x.dtype), s.y),
+    "view": lambda s: F.cross_entropy(s.z.view(-1, VOCAB), s.y.view(-1)),
+    "view_inferred_vocab": lambda s: F.cross_entropy(s.z.view(BATCH * TIME, -1), s.y.view(-1)),
+    "torch_reshape": lambda s: F.cross_entropy(torch.reshape(s.z, (-1, VOCAB)), s.y.view(-1)),
+    "flatten": lambda s: F.cross_entropy(s.z.flatten(0, 1), s.y.flatten()),
+    "flatten_end_dim": lambda s: F.cross_entropy(torch.flatten(s.z, end_dim=-2), s.y.flatten()),
+    "contiguous_clone": lambda s: ce(s.z[:, 1:].contiguous().clone(), s.y[:, 1:]),
+    "shift": lambda s: ce(s.z[..., :-1, :], s.y[..., 1:]),
+    "last_rows": lambda s: ce(s.z[:, -2:], s.y[:, -2:]),
+    "strided_rows": lambda s: ce(s.z[:, ::2], s.y[:, ::2]),
+    "leading_index": lambda s: F.cross_entropy(s.z[0], s.y[0]),
+    "last_token": lambda s: F.cross_entropy(s.z[:, -1], s.y[:, -1]),
+    "new_axis": lambda s: F.cross_entropy(s.z[None, 0, :, :].squeeze(0), s.y[0]),
+    "transpose": lambda s: F.cross_entropy(s.z.transpose(1, 2), s.y),
+    "transpose_back": lambda s: ce(s.z.transpose(1, 2).transpose(-1, -2), s.y),
+    "permute": lambda s: F.cross_entropy(s.z.permute(0, 2, 1), s.y),
+    "permute_rows": lambda s: ce(s.z.permute((1, 0, 2)), s.y.t()),
+    "torch_permute": lambda s: F.cross_entropy(torch.permute(s.z, (0, 2, 1)), s.y),
+    "movedim": lambda s: F.cross_entropy(s.z.movedim(-1, 1), s.y),
+    "mT": lambda s: F.cross_entropy(s.z.mT, s.y),
+    "T": lambda s: F.cross_entropy(s.z[0].T.T, s.y[0]),
+    "t": lambda s: F.cross_entropy(s.z[1].t().t(), s.y[1]),
+    "unsqueeze": lambda s: F.cross_entropy(s.z.transpose(1, 2).unsqueeze(-1), s.y.unsqueeze(-1)),
+    "squeeze": lambda s: ce(s.z.unsqueeze(1).squeeze(1), s.y),
+    "slice_in_class_dim_1": lambda s: F.cross_entropy(s.z.transpose(1, 2)[:, :, 1:], s.y[:, 1:]),
+    "flatten_rows_in_class_dim_1": lambda s: F.cross_entropy(
+        s.z.transpose(1, 2).unsqueeze(-1).flatten(2, 3), s.y, reduction="none"
+    ),
+    "select": lambda s: F.cross_entropy(s.z.select(1, 2), s.y[:, 2]),
+    "narrow": lambda s: ce(s.z.narrow(1, 1, 3), s.y[:, 1:4]),
+    "divide": lambda s: ce(s.z / 2.5, s.y),
+    "multiply": lambda s: ce(0.5 * s.z * 3, s.y),
+    "torch_div": lambda s: ce(torch.div(s.z, 2), s.y),
+    "negate": lambda s: ce(-s.z, s.y),
+    "detach": lambda s: ce(s.z.detach(), s.y) + ce(s.z, s.y),
+    "detached_scores": _detached_scores,
+    # readers
+    "sum": lambda s: ce(s.zb, s.masked, reduction="sum"),
+    "none": lambda s: ce(s.zb, s.masked, reduction="none"),
+    "none_class_dim_1": lambda s: F.cross_entropy(s.z.transpose(1, 2), s.masked, reduction="none"),
+    "masked": lambda s: ce(s.zb, s.masked),
+    "ignore_index": lambda s: ce(s.z, s.y, ignore_index=3),
+    "ignore_index_1": lambda s: ce(s.z, torch.where(s.masked < 0, -1, s.masked), ignore_index=-1),
+    "all_ignored_mean": lambda s: ce(s.z, torch.full_like(s.y, -100)),
+    "all_ignored_sum": lambda s: ce(s.z, torch.full_like(s.y, -100), reduction="sum"),
+    "all_ignored_smooth": lambda s: ce(s.z, torch.full_like(s.y, -100), label_smoothing=0.1),
+    "class_weight": lambda s: ce(s.z, s.masked, weight=s.c),
+    "class_weight_none": lambda s: ce(s.z, s.masked, weight=s.c, reduction="none"),
+    "label_smoothing": lambda s: ce(s.z, s.masked, label_smoothing=0.2),
+    "label_smoothing_only": lambda s: ce(s.z, s.y, label_smoothing=1.0),
+    "label_smoothing_none": lambda s: ce(s.z / 2, s.masked, label_smoothing=0.2, reduction="none"),
+    "label_smoothing_weight": lambda s: ce(s.z, s.masked, label_smoothing=0.2, weight=s.c),
+    "label_smoothing_weight_sum": lambda s: ce(s.zb, s.masked, label_smoothing=0.2, weight=s.c, reduction="sum"),
+    "module_loss": _module_loss,
+    "log_softmax_nll": lambda s: F.nll_loss(F.log_softmax(s.z.flatten(0, 1), -1), s.masked.flatten()),
+    "log_softmax_nll_class_dim_1": lambda s: F.nll_loss(
+        torch.log_softmax(s.z, -1).transpose(1, 2), s.masked, weight=s.c, reduction="sum"
+    ),
+    "log_softmax_gather": lambda s: _rows(s.z.log_softmax(-1), s.y),
+    "log_softmax_module": lambda s: _rows(torch.nn.LogSoftmax(dim=-1)(s.z), s.y),
+    "log_softmax_take_along_dim": lambda s: torch.take_along_dim(s.z.log_softmax(2), s.y[..., None], -1),
+    "log_softmax_sliced_after": lambda s: _rows(s.z.log_softmax(-1)[:, :-1], s.y[:, 1:]),
+    "gather_columns": lambda s: s.z.log_softmax(-1).gather(-1, torch.stack([s.y, s.y * 0, s.y], -1)),
+    "gather_in_class_dim_1": lambda s: s.z.mT.log_softmax(1).gather(1, s.y[:, None, :].expand(-1, 2, -1)),
+    "gather_logits": lambda s: torch.gather(s.z, 2, s.y.unsqueeze(2)),
+    "logsumexp": lambda s: torch.logsumexp(s.z, -1),
+    "logsumexp_keepdim": lambda s: s.zb.logsumexp(dim=2, keepdim=True),
+    "logsumexp_class_dim_1": lambda s: s.z.transpose(1, 2).logsumexp(1, keepdim=True),
+    "logsumexp_minus_gather": lambda s: s.z.logsumexp(-1) - s.z.gather(-1, s.y[..., None])[..., 0],
+    "olmo_z_loss": _olmo_z_loss,
+    "scales_apart": _scales_apart,
+    "loss_and_scores": lambda s: (ce(s.z, s.y), _rows(s.z.log_softmax(-1), s.y)),
+    # surroundings
+    "no_grad_head": _no_grad_head,
+    "no_grad_reader": _no_grad_reader,
+    "labels_mutated": _labels_mutated,
+    "reader_result_mutated": _reader_result_mutated,
+    "checkpointed": _checkpointed,
+}
+
+
+def _mutated_in_place(s: World) -> Any:
+    z = s.z
+    z /= 2
+    return ce(z, s.y)
+
+
+def _mutated_through_view(s: World) -> Any:
+    z = s.z
+    flat = z.view(-1, VOCAB)
+    z[0, 0].zero_()
+    return ce(flat, s.y)
+
+
+def _hidden_mutated(s: World) -> Any:
+    x, w = s.x.detach() * 1, s.w.detach()
+    z = F.linear(x, w)
+    x.mul_(2)
+    return ce(z, s.y)
+
+
+def _hidden_mutated_through_base(s: World) -> Any:
+    x = s.x.detach() * 1
+    z = F.linear(x[:, 1:], s.w.detach())
+    x[:, 2] = 0
+    return ce(z, s.y[:, 1:])
+
+
+def _weight_mutated_by_embedding(s: World) -> Any:
+    w = s.w.detach() * 3
+    z = F.linear(s.x.detach(), w)
+    h = F.embedding(s.y, w, max_norm=1.0)
+    return ce(z, s.y) + h.sum()
+
+
+def _hidden_mutated_by_relu(s: World) -> Any:
+    x = s.x.detach() * 1
+    z = F.linear(x, s.w.detach())
+    F.relu(x, True)
+    return ce(z, s.y)
+
+
+def _hidden_mutated_by_out(s: World) -> Any:
+    x = s.x.detach() * 1
+    z = F.linear(x, s.w.detach())
+    torch.neg(x.detach(), out=x)
+    return ce(z, s.y)
+
+
+def _mutated_log_probs(s: World) -> Any:
+    lp = s.z.detach().log_softmax(-1)
+    lp[0] *= 2
+    return _rows(lp, s.y)
+
+
+def _logits_as_argument(s: World) -> Any:
+    z = s.z
+    return ce(z, s.y) + s.b.type_as(z).sum()
+
+
+def _argmax_beside(s: World) -> Any:
+    z = s.z
+    return ce(z, s.y), z.argmax(-1)
+
+
+def _functional(s: World) -> Any:
+    return torch.func.grad(lambda x: ce(F.linear(x, s.w.detach()), s.y))(s.x.detach())
+
+def _returned(s: World) -> Any:
+    z = s.z
+    return ce(z, s.y), z
+
+
+KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
+    "returned": ("returned", _returned),
+    "returned_log_probs": ("returned", lambda s: s.z.log_softmax(-1)),
+    "probability_targets": (
+        "probability_targets",
+        lambda s: F.cross_entropy(s.z.transpose(1, 2), F.one_hot(s.y, VOCAB).transpose(1, 2).to(s.x.dtype)),
+    ),
+    "class_dim": ("class_dim", lambda s: s.z.log_softmax(1).gather(-1, s.y[..., None])),
+    "class_dim_of_loss": ("class_dim", lambda s: F.cross_entropy(s.z[:, :VOCAB], s.y.new_zeros(BATCH, VOCAB))),
+    "class_dim_of_logsumexp": ("class_dim", lambda s: s.z.logsumexp((1, 2))),
+    "unknown_reader": ("unknown_reader", lambda s: ce(torch.tanh(s.z), s.y)),
+    "vocabulary_split": ("unknown_reader", lambda s: F.cross_entropy(s.z.view(-1, 1), s.y.new_zeros(110))),
+    "some_classes": ("unknown_reader", lambda s: F.cross_entropy(s.z[..., :7].reshape(-1, 7), s.y.view(-1) % 7)),
+    "rows_by_tensor": ("unknown_reader", lambda s: ce(s.z[:, s.y[0] * 0], s.y)),
+    "argmax_beside": ("unknown_reader", _argmax_beside),
+    "scaled_by_tensor": ("unknown_reader", lambda s: ce(s.z * s.b[0], s.y)),
+    "divided_number": ("unknown_reader", lambda s: ce(2 / s.z, s.y)),
+    "squared": ("unknown_reader", lambda s: ce(s.z * s.z, s.y)),
+    "cross_entropy_of_log_probs": ("unknown_reader", lambda s: ce(s.z.log_softmax(-1), s.y)),
+    "nll_of_logits": ("unknown_reader", lambda s: F.nll_loss(s.z.flatten(0, 1), s.y.flatten())),
+    "scaled_log_probs": ("unknown_reader", lambda s: _rows(s.z.log_softmax(-1) * 2, s.y)),
+    "logits_as_argument": ("unknown_reader", _logits_as_argument),
+    "rounded_division": ("unsupported_argument", lambda s: ce(torch.div(s.z, 2, rounding_mode="floor"), s.y)),
+    "scaled_by_zero": ("unsupported_argument", lambda s: ce(s.z * 0.0, s.y)),
+    "legacy_reduction": ("unsupported_argument", lambda s: ce(s.z, s.y, size_average=False)),
+    "smaller_index": ("shape", lambda s: s.z.log_softmax(-1).gather(-1, s.y[:, :3, None])),
+    "broadcast_index": ("shape", lambda s: torch.take_along_dim(s.z, s.y[:1, :, None], -1)),
+    "many_columns": ("unsupported_argument", lambda s: s.z.gather(-1, s.y[..., None].expand(-1, -1, 100))),
+    "mutated": ("mutated", _mutated_in_place),
+    "mutated_through_view": ("mutated", _mutated_through_view),
+    "mutated_log_probs": ("mutated", _mutated_log_probs),
+    "hidden_mutated": ("operand_mutated", _hidden_mutated),
+    "hidden_mutated_through_base": ("operand_mutated", _hidden_mutated_through_base),
+    "hidden_mutated_by_relu": ("operand_mutated", _hidden_mutated_by_relu),
+    "hidden_mutated_by_out": ("operand_mutated", _hidden_mutated_by_out),
+    "weight_mutated_by_embedding": ("operand_mutated", _weight_mutated_by_embedding),
+    "integer_logits": ("dtype", lambda s: ce(s.z.to(torch.int64).to(s.x.dtype), s.y)),
+    "functional_transform": ("functional_transform", _functional),
+}
