@@ -157,7 +157,7 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Statistics:
-    """The row statistics as handles: ``lse [N]``, ``picked``/``log_prob [N, K]``, ``class_sum [N]`` (see ops.contract)."""
+    """The row statistics as handles: ``lse [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum [N]``."""
 
     lse: Handle
     picked: Handle

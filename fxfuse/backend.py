@@ -40,12 +40,13 @@ def fxfuse(
     try:
         own, rest = Options.parse(options)
         inner = _inner(own.inner, mode, rest)
-        if not own.enabled:
-            return inner(gm, example_inputs)
-        sites = rewrite(gm, own)
+        sites = rewrite(gm, own) if own.enabled else []
+        journal.add(sites)
+        for site in sites:
+            if own.strict and site.reason is not None and site.reason.mendable:
+                raise errors.kept_dense(site.where, site.reason)
     except (ValueError, errors.FxfuseError) as error:
         raise compat.as_raised(error) from None
-    journal.add(sites)
     if not any(site.status == "fused" for site in sites):
         return inner(gm, example_inputs)
     with compat.cache_key(fingerprint()):

@@ -85,11 +85,11 @@ def as_raised(error: Exception) -> Exception:
 
     kind = type(error)
     unwrapped = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
-    return unwrapped(*error.args, first_useful_frame=None)  # type: ignore[no-any-return]
+    return unwrapped(*error.args, first_useful_frame=None)
 
 
 def backends() -> list[str]:
     """The names of every registered backend, debugging ones included."""
     from torch._dynamo.backends.registry import list_backends
 
-    return list_backends(exclude_tags=None)  # type: ignore[no-any-return]
+    return list_backends(exclude_tags=None)

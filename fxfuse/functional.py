@@ -28,7 +28,7 @@ class _EagerEmit(Emit):
         return function(*args, **kwargs)
 
     def example(self, handle: Any) -> Tensor:
-        return handle  # type: ignore[no-any-return]
+        return handle
 
 
 def linear_cross_entropy(
@@ -163,19 +163,17 @@ def _read(
     return result.to(out_dtype)
 
 
-def _reader(
-    eager: Callable[..., Tensor], logits: Logits, args: tuple[Tensor, ...], options: dict[str, Any]
-) -> Reader:
+def _reader(eager: Callable[..., Tensor], logits: Logits, args: tuple[Tensor, ...], options: dict[str, Any]) -> Reader:
     def apply(function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         call = Call(getattr(function, "__name__", str(function)), logits_like, lambda handle: handle)
         return TABLE[function](call, (value, *args), kwargs)
 
     logits_like = torch.empty(0, dtype=logits.dtype, device="meta")
     if eager is F.cross_entropy:
-        return apply(F.cross_entropy, logits, *args, **options)  # type: ignore[no-any-return]
+        return apply(F.cross_entropy, logits, *args, **options)
     if args:
-        return apply(torch.gather, apply(torch.log_softmax, logits, -1), -1, *args)  # type: ignore[no-any-return]
-    return apply(torch.logsumexp, logits, -1)  # type: ignore[no-any-return]
+        return apply(torch.gather, apply(torch.log_softmax, logits, -1), -1, *args)
+    return apply(torch.logsumexp, logits, -1)
 
 
 def _logits_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:

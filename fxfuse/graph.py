@@ -18,8 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 from . import compat, errors
 from .algebra import ClassTensor, Emit, Handle, Head, Logits, Reader
 from .mutation import Timeline, written_arguments
-from .options import Options
 from .ops.contract import SUPPORTED_DTYPES
+from .options import Options
 from .passes import compute
 from .reasons import Reason, because
 from .report.records import Site
@@ -334,7 +334,7 @@ class _GraphEmit(Emit):
         return node
 
     def example(self, handle: Handle) -> Tensor:
-        return _example(handle)  # type: ignore[no-any-return]
+        return _example(handle)
 
 
 def _write(candidate: Candidate, one: Pass, emit: _GraphEmit, in_checkpoint: bool) -> tuple[str, list[Node]]:
@@ -403,25 +403,14 @@ def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, bool]]:
     yield gm, False
     for node in gm.graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
-            body = getattr(gm, str(node.args[0].target), None)  # type: ignore[union-attr]
+            body = getattr(gm, str(node.args[0].target), None)
             if isinstance(body, GraphModule):
                 yield from ((inner, True) for inner, _ in bodies(body))
 
 
 def rewrite(gm: GraphModule, options: Options) -> list[Site]:
-    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each.
-
-    Raises:
-        FxfuseError: under ``options.strict``, where a head is kept for a reason that the user can mend.
-    """
-    sites: list[Site] = []
-    for body, in_checkpoint in bodies(gm):
-        sites += _rewrite_graph(body, options, in_checkpoint)
-    if options.strict:
-        for site in sites:
-            if site.reason is not None and site.reason.mendable:
-                raise errors.kept_dense(site.where, site.reason)
-    return sites
+    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each."""
+    return [site for body, in_checkpoint in bodies(gm) for site in _rewrite_graph(body, options, in_checkpoint)]
 
 
 def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> list[Site]:

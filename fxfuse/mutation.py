@@ -13,9 +13,10 @@ from torch.fx import Graph, Node
 from .compat import storage
 
 _INPLACE_OPERATORS = frozenset(
-    getattr(operator, name)
-    for name in (
-        "iadd iand iconcat ifloordiv ilshift imod imul imatmul ior ipow irshift isub itruediv ixor setitem".split()
+    (
+        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+        *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor),
+        *(operator.ilshift, operator.irshift, operator.iconcat, operator.setitem),
     )
 )
 

@@ -44,7 +44,7 @@ class Options:
             name = key.removeprefix(PREFIX)
             if name not in types:
                 raise errors.unknown_option(key, (PREFIX + known for known in types))
-            if type(value) is not types[name] or (name == "min_logits_bytes" and value < 0):
+            if type(value) is not types[name] or (isinstance(value, int) and value < 0):
                 raise errors.bad_option(key, value, _EXPECTED[types[name]])
             own[name] = value
         return cls(**own), inner

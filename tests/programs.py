@@ -301,6 +301,7 @@ def _argmax_beside(s: World) -> Any:
 def _functional(s: World) -> Any:
     return torch.func.grad(lambda x: ce(F.linear(x, s.w.detach()), s.y))(s.x.detach())
 
+
 def _returned(s: World) -> Any:
     z = s.z
     return ce(z, s.y), z

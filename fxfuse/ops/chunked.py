@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -133,7 +134,8 @@ class _Gradients:
             self.bias += dz.sum(0)
 
 
-class _Chunk(NamedTuple):
+@dataclass(frozen=True)
+class _Chunk:
     at: Tensor | slice  # which rows of the call
     rows: Tensor  # their hidden states [C, D] in the accumulation dtype
     index: Tensor  # [C, K]

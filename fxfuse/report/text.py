@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -104,25 +105,14 @@ def _notes(sites: Sequence[Site]) -> list[str]:
 
 
 def _note(site: Site) -> str:
-    lines = [f"kept: {site.where}" + (f" ({site.module})" if site.module else "")]
+    details = []
     if site.reason:
-        lines.append(site.reason.sentence)
-        if site.reason.where:
-            lines.append(f"at {site.reason.where}")
-        lines.append(f"remedy: {site.reason.remedy}")
+        at = [f"at {site.reason.where}"] if site.reason.where else []
+        details = [site.reason.sentence, *at, f"remedy: {site.reason.remedy}"]
     # A path or an option is copied from here: never break inside one.
-    wrapped = (
-        textwrap.wrap(
-            line,
-            WIDTH,
-            initial_indent="    " if number else "",
-            subsequent_indent="    " if number == 0 else "      ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for number, line in enumerate(lines)
-    )
-    return "\n".join(piece for pieces in wrapped for piece in pieces)
+    fill = functools.partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+    head = f"kept: {site.where}" + (f" ({site.module})" if site.module else "")
+    return "\n".join([head, *(fill(line, initial_indent=" " * 4, subsequent_indent=" " * 6) for line in details)])
 
 
 def _totals(sites: Sequence[Site]) -> str:
@@ -135,7 +125,7 @@ def _totals(sites: Sequence[Site]) -> str:
 def _no_heads(graphs: int) -> str:
     if not graphs:
         return "No heads seen: nothing was compiled."
-    return f"No heads seen: {_plural(graphs, 'graph')} compiled, none with a projection that a loss reads."
+    return f"No heads seen: {_plural(graphs, 'graph')} compiled, none with a projection to a vocabulary."
 
 
 def _plural(count: int, noun: str) -> str:

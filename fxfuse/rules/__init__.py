@@ -65,7 +65,7 @@ class Rule:
     apply: Callable[..., Any]
     signature: inspect.Signature
     tracked: tuple[str, ...]
-    reads: bool = False
+    reads: str = ""
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -149,7 +149,7 @@ def head_of(function: Function, call: Call, args: tuple[Any, ...], kwargs: Mappi
         found = row(call, args, kwargs)
     except Keep:
         return None
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 # Importing a family fills the table.

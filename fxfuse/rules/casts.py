@@ -34,5 +34,3 @@ def copy(call: Call, input: ClassTensor) -> ClassTensor:
 @rule(torch.detach, "detach")
 def detach(call: Call, input: ClassTensor) -> ClassTensor:
     return derive(input, call.name, requires_grad=False)
-
-

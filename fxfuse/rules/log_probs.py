@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..algebra import Emit, Handle, Index, LogProbs, Logits, Reader, Statistics, as_log_probs
+from ..algebra import Emit, Handle, Index, Logits, LogProbs, Reader, Statistics, as_log_probs
 from ..compat import same
 from . import Call, rule
 from .casts import converted
@@ -18,7 +18,8 @@ from .statistics import along_classes
 MAX_COLUMNS = 64
 
 
-@rule(torch.log_softmax, torch.special.log_softmax, "log_softmax", like=lambda input, dim, dtype=None: None, reads="loss")
+@rule(torch.log_softmax, torch.special.log_softmax, "log_softmax", reads="loss",
+      like=lambda input, dim, dtype=None: None)  # fmt: skip
 @rule(F.log_softmax, like=F.log_softmax, reads="loss")
 def log_softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> LogProbs:
     if not isinstance(input, Logits):

@@ -1,0 +1,164 @@
+"""What several test files need: problems to solve, eager answers, and the ways in which two answers are compared."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import fxfuse
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+DTYPE_IDS = ["fp32", "fp16", "bf16", "fp64"]
+
+# What a relative L2 error may always be: one rounding of a 16-bit result, a few roundings of a 32- or 64-bit sum.
+FLOORS = {
+    torch.float64: 64 * torch.finfo(torch.float64).eps,
+    torch.float32: 4 * torch.finfo(torch.float32).eps,
+    torch.float16: torch.finfo(torch.float16).eps,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+}
+
+
+# --- problems -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Problem:
+    """Hidden states ``[N, D]``, a head ``[V, D]`` with bias ``[V]``, class weights ``[V]`` and targets ``[N]``."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor
+    class_weight: Tensor
+    target: Tensor
+
+
+def problem(rows: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Problem:
+    """Random operands, the same on every device: logits of unit scale, positive class weights."""
+    generator = torch.Generator().manual_seed(rows + 31 * hidden + 1009 * vocab)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    return Problem(
+        normal(rows, hidden),
+        normal(vocab, hidden) / math.sqrt(hidden),
+        normal(vocab),
+        (torch.rand(vocab, generator=generator) + 0.25).to(device, dtype),
+        torch.randint(vocab, (rows,), generator=generator).to(device),
+    )
+
+
+def upstream(like: Tensor) -> Tensor:
+    """A gradient for ``like``: the same numbers in every dtype, and never 1."""
+    generator = torch.Generator().manual_seed(like.numel())
+    return (torch.randn(like.shape, generator=generator) + 1.5).bfloat16().to(like.device, like.dtype)
+
+
+def value_and_grads(f: Callable[..., Tensor | Sequence[Tensor]], *leaves: Tensor) -> list[Tensor]:
+    """What ``f(*leaves)`` returns, then the gradient of each leaf (layouts are kept)."""
+    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+    out = f(*leaves)
+    outs = [out] if isinstance(out, Tensor) else list(out)
+    return [*(o.detach() for o in outs), *torch.autograd.grad(outs, leaves, [upstream(o) for o in outs])]
+
+
+def doubled(*tensors: Any) -> tuple[Any, ...]:
+    """Floating-point tensors in float64, everything else as it is."""
+    return tuple(t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors)
+
+
+# --- comparisons ----------------------------------------------------------------------------------------------
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """The L2 norm of the error, relative to that of ``exact`` (absolute where that is zero)."""
+    norm = float(exact.norm())
+    return float((actual.double() - exact).norm()) / (norm or 1.0)
+
+
+def assert_no_worse_than_eager(
+    actual: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor], floor: float | None = None
+) -> None:
+    """Each of ``actual`` errs at most 1.5 times as much as eager in the same dtype, or ``floor`` (``FLOORS``).
+
+    ``exact`` is eager in float64 on the same numbers. Entries that are not finite must be the same ones, and the
+    same infinities, as in ``exact``; dtypes and shapes as in ``eager``.
+    """
+    assert len(actual) == len(eager) == len(exact)
+    for i, (a, e, x) in enumerate(zip(actual, eager, exact, strict=True)):
+        assert x.dtype == torch.float64, "the third argument is eager in float64"
+        assert (a.dtype, a.shape, a.device) == (e.dtype, e.shape, e.device), f"tensor {i}: {a.dtype} {a.shape}"
+        finite = x.isfinite()
+        torch.testing.assert_close(
+            a[~finite].double(), x[~finite], equal_nan=True, msg=lambda m, i=i: f"tensor {i}, where not finite: {m}"
+        )
+        assert bool(a[finite].isfinite().all()), f"tensor {i} is not finite where eager in float64 is"
+        ours, theirs = relative_error(a[finite], x[finite]), relative_error(e[finite], x[finite])
+        allowed = max(1.5 * theirs if math.isfinite(theirs) else 0.0, FLOORS[a.dtype] if floor is None else floor)
+        assert ours <= allowed, f"tensor {i}: relative error {ours:.3g}, eager's {theirs:.3g}, allowed {allowed:.3g}"
+
+
+def assert_raises_like(eager: Callable[[], Any], ours: Callable[[], Any]) -> Exception:
+    """``ours`` raises an exception of the class that ``eager`` raises; returns it."""
+    errors = []
+    for f in (eager, ours):
+        try:
+            result = f()
+        except Exception as error:
+            errors.append(error)
+        else:
+            name = "eager" if f is eager else "fxfuse"
+            raise AssertionError(f"{name} returned {result!r} instead of raising {errors[:1]}")
+    theirs, raised = errors
+    assert type(raised) is type(theirs), f"eager raises {theirs!r}, fxfuse {raised!r}"
+    return raised
+
+
+# --- what is allocated ----------------------------------------------------------------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements of any tensor that an operation returns inside ``with``.
+
+    An fxfuse op is one operation here. To see inside it, call the functions of ``fxfuse.ops.chunked`` directly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.op = ""  # the operation that returned it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor) and tensor.numel() > self.elements:
+                self.elements, self.op = tensor.numel(), str(func)
+        return out
+
+
+# --- the backend ----------------------------------------------------------------------------------------------
+
+
+def compiled(f: Callable[..., Any], *, dynamic: bool = False, **options: Any) -> Callable[..., Any]:
+    """``f`` compiled by fxfuse: any size is fused, and the rewritten graph runs in eager mode unless told else."""
+    given = {"inner": "eager", "min_logits_bytes": 0, **options}
+    return torch.compile(
+        f, backend="fxfuse", options={f"fxfuse.{name}": value for name, value in given.items()}, dynamic=dynamic
+    )
+
+
+@contextlib.contextmanager
+def new_sites() -> Iterator[list[fxfuse.Site]]:
+    """A list that holds, after ``with``, the sites that were recorded inside."""
+    before, sites = len(fxfuse.sites()), []
+    yield sites
+    sites += fxfuse.sites()[before:]

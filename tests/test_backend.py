@@ -1,0 +1,199 @@
+"""The backend: its options and modes, the entry point, and what reaches Inductor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import compiled, new_sites
+from programs import VOCAB, World, ce
+
+import fxfuse
+from fxfuse import backend, compat
+from fxfuse.options import Options
+
+PACKAGE = Path(fxfuse.__file__).parent
+
+
+def loss(s: World) -> torch.Tensor:
+    return ce(s.z, s.y)
+
+
+def returned(s: World) -> Any:
+    z = s.z
+    return ce(z, s.y), z
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+# --- options --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fxfuse.min_logit_bytes": 0}, "did you mean 'fxfuse.min_logits_bytes'"),
+        ({"fxfuse.inner": "inductr"}, "fxfuse.inner"),
+        ({"fxfuse.inner": "fxfuse"}, "fxfuse.inner"),
+        ({"fxfuse.min_logits_bytes": -1}, "fxfuse.min_logits_bytes"),
+        ({"fxfuse.min_logits_bytes": "0"}, "fxfuse.min_logits_bytes"),
+        ({"fxfuse.enabled": 1}, "fxfuse.enabled"),
+        ({"fxfuse.strict": None}, "fxfuse.strict"),
+        ({"max_autotun": True}, "did you mean 'max_autotune'"),
+        ({"fxfus.strict": True}, "did you mean 'fxfuse.strict'"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.compile(loss, backend="fxfuse", options=options)(World.make())
+
+
+def test_own_options_are_split_from_inductors() -> None:
+    own, rest = Options.parse({"fxfuse.min_logits_bytes": 3, "max_autotune": False, "fxfuse.strict": True})
+    assert own == Options(min_logits_bytes=3, strict=True)
+    assert rest == {"max_autotune": False}
+    assert Options.parse(None) == (Options(), {})
+
+
+def test_min_logits_bytes() -> None:
+    size = 2 * 5 * VOCAB * 8
+    for limit, status in ((0, "fused"), (size, "fused"), (size + 1, "kept")):
+        torch._dynamo.reset()
+        with new_sites() as sites:
+            compiled(loss, min_logits_bytes=limit)(World.make())
+        assert [site.status for site in sites] == [status], limit
+    assert sites[0].reason is not None and sites[0].reason.code == "too_small"
+
+
+def test_disabled() -> None:
+    with new_sites() as sites:
+        torch.testing.assert_close(compiled(loss, enabled=False)(World.make()), loss(World.make()))
+    assert sites == []
+
+
+def test_strict_raises_what_the_user_can_mend() -> None:
+    with pytest.raises(fxfuse.FxfuseError, match=r"programs.py:\d+.*return the loss"):
+        compiled(returned, strict=True)(World.make())
+    compiled(loss, strict=True)(World.make())
+    torch._dynamo.reset()
+    compiled(loss, strict=True, min_logits_bytes=1 << 30)(World.make())  # too small is no fault of the user
+
+
+# --- what reaches the inner backend ---------------------------------------------------------------------------
+
+
+def test_inductors_mode_and_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def spy(name: str, mode: Any, options: Any) -> Any:
+        seen.append((name, mode, options))
+        return lambda gm, inputs: gm
+
+    monkeypatch.setattr(compat, "inner_backend", spy)
+    torch.compile(loss, backend="fxfuse", mode="max-autotune")(World.make())
+    torch._dynamo.reset()
+    torch.compile(loss, backend="fxfuse", options={"shape_padding": True, "fxfuse.enabled": True})(World.make())
+    assert seen == [("inductor", "max-autotune", {}), ("inductor", None, {"shape_padding": True})]
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode: str, device: str) -> None:
+    s = World.make(torch.float32, device)
+    torch.testing.assert_close(torch.compile(loss, backend="fxfuse", mode=mode)(s), loss(s))
+
+
+def test_the_cache_key_is_salted_only_where_something_was_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags: list[str] = []
+
+    def spy(name: str, mode: Any, options: Any) -> Any:
+        return lambda gm, inputs: tags.append(torch.compiler.config.cache_key_tag) or gm
+
+    monkeypatch.setattr(compat, "inner_backend", spy)
+    step = {"fxfuse.min_logits_bytes": 0}
+    torch.compile(loss, backend="fxfuse", options=step)(World.make())
+    torch.compile(returned, backend="fxfuse", options=step)(World.make())
+    torch.compile(lambda s: s.x.sum(), backend="fxfuse", options=step)(World.make())
+    assert tags == [backend.fingerprint(), "", ""]
+    assert torch.compiler.config.cache_key_tag == ""
+
+
+# --- Inductor itself ------------------------------------------------------------------------------------------
+
+
+def test_through_inductor(device: str) -> None:
+    """Values and gradients of a model with Inductor on both sides of the head."""
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(torch.nn.Embedding(300, 32), torch.nn.Linear(32, 32), torch.nn.GELU()).to(device)
+    head = torch.nn.Linear(32, 300, device=device)
+    params = [*body.parameters(), *head.parameters()]
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        z = head(body(ids))[:, :-1].float()
+        per_token = F.cross_entropy(z.reshape(-1, 300), ids[:, 1:].reshape(-1), reduction="none")
+        return per_token.mean() + 1e-3 * z.logsumexp(-1).pow(2).mean()
+
+    fused = torch.compile(step, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})
+    for length in (9, 17, 33):  # the second length makes the sizes symbolic
+        ids = torch.randint(300, (3, length), device=device)
+        with new_sites() as sites:
+            actual = fused(ids)
+        expected = step(ids)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(torch.autograd.grad(actual, params), torch.autograd.grad(expected, params))
+        assert all(site.status == "fused" for site in sites)
+        assert bool(sites) == (length < 33), "one static compilation and one dynamic, no more"
+
+
+SCRIPT = """
+import torch
+x = torch.ones(4, 8, requires_grad=True)
+w = torch.nn.Parameter(torch.linspace(-1, 1, 8 * 50).view(50, 8))
+def f(x):
+    return torch.nn.functional.cross_entropy(x @ w.T, torch.arange(4))
+torch.compile(f, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})(x).backward()
+print(float(w.grad.norm()))
+"""
+
+
+def _run(tmp_path: Path, package_parent: Path) -> float:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(package_parent)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+@pytest.mark.slow
+def test_an_edited_gradient_formula_is_not_served_stale(tmp_path: Path) -> None:
+    """Three processes with one on-disk cache: as it is, again, and with another formula."""
+    edited = tmp_path / "edited"
+    shutil.copytree(PACKAGE, edited / "fxfuse", ignore=shutil.ignore_patterns("__pycache__"))
+    source = edited / "fxfuse" / "ops" / "__init__.py"
+    text = source.read_text()
+    assert text.count("(saved * g)") == 1
+    source.write_text(text.replace("(saved * g)", "(saved * g * 3)"))
+    first, second = _run(tmp_path, PACKAGE.parent), _run(tmp_path, PACKAGE.parent)
+    assert first == second
+    assert _run(tmp_path, edited) == pytest.approx(3 * first)
+
+
+def test_no_import_is_needed(tmp_path: Path) -> None:
+    """The entry point alone makes the name known; and neither Triton's compiler nor CUDA is touched on a CPU."""
+    script = (
+        "import sys, torch\n"
+        "f = torch.compile(lambda x: x * 2, backend='fxfuse', options={'fxfuse.inner': 'eager'})\n"
+        "assert f(torch.ones(2)).tolist() == [2, 2]\n"
+        "assert 'fxfuse.backend' in sys.modules\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,326 @@
+"""The graph driver beyond single programs: sharing, placement, records, what it refuses, what it leaves untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import LargestTensor, compiled, new_sites
+from programs import VOCAB, World, ce
+from torch._dynamo import register_backend
+from torch.fx import GraphModule
+
+import fxfuse
+from fxfuse import graph
+from fxfuse.options import Options
+
+
+def captured(program: Any, *args: Any, rewrite: bool = True) -> GraphModule:
+    """The graph that Dynamo hands to a backend, rewritten by fxfuse."""
+    torch._dynamo.reset()
+    graphs: list[GraphModule] = []
+    inputs: list[Any] = []
+
+    def backend(gm: GraphModule, example_inputs: Any) -> Any:
+        inputs.append(example_inputs)
+        if rewrite:
+            graph.rewrite(gm, Options(min_logits_bytes=0))
+        graphs.append(gm)
+        return gm
+
+    torch.compile(program, backend=backend, fullgraph=True)(*args)
+    (gm,) = graphs
+    gm.meta["inputs"] = inputs[0]
+    return gm
+
+
+def calls(gm: GraphModule) -> list[str]:
+    return [node.target.__name__ for node in gm.graph.nodes if "fxfuse" in str(getattr(node.target, "_schema", ""))]
+
+
+# --- one pass -------------------------------------------------------------------------------------------------
+
+
+def test_readers_of_one_head_share_one_pass() -> None:
+    def program(s: World) -> Any:
+        z, t = s.z[:, :-1], s.masked[:, 1:].reshape(-1)
+        flat = z.reshape(-1, VOCAB)
+        index = s.y[:, 1:, None]
+        loss = F.cross_entropy(flat, t, reduction="sum")
+        nll = F.nll_loss(F.log_softmax(flat, -1), t, reduction="none")
+        lse, picked = z.logsumexp(-1), z.gather(-1, index)
+        return loss / 2, nll.mean(), lse**2, picked * 1
+
+    world = World.make()
+    gm = captured(program, world)
+    assert calls(gm).count("linear_stats.default") == 1
+    assert "linear_loss.default" not in calls(gm)
+    assert calls(gm).count("check_index.default") == 2  # the target once, the gathered index once
+
+
+def test_a_loss_alone_has_its_gradients_made_in_the_forward() -> None:
+    assert calls(captured(lambda s: ce(s.z, s.y), World.make())) == ["check_index.default", "linear_loss.default"]
+
+
+def test_readers_with_other_scales_or_rows_do_not_share() -> None:
+    gm = captured(lambda s: ((z := s.z).logsumexp(-1), (z / 2).logsumexp(-1), z[:, 1:].logsumexp(-1)), World.make())
+    assert calls(gm) == ["linear_stats.default"] * 3
+
+
+def test_labels_that_come_after_the_first_use_do_not_share() -> None:
+    def program(s: World) -> Any:
+        z = s.z
+        lse = z.logsumexp(-1)
+        labels = (lse * 7).long().abs() % VOCAB  # known only once lse is
+        return lse, ce(z, labels)
+
+    world = World.make()
+    with new_sites() as sites:
+        actual = compiled(program)(world)
+    torch.testing.assert_close(actual, program(world))
+    assert [site.status for site in sites] == ["fused"]
+
+
+@pytest.mark.parametrize("name", ["fused", "unfused"])
+def test_nothing_else_is_touched(name: str) -> None:
+    """Statements with side effects stay, whether or not anything reads their results."""
+
+    def program(s: World) -> Any:
+        noise = s.x.detach() * 1
+        noise.mul_(2).add_(1)
+        noise[0, 0].fill_(7)
+        out = torch.empty_like(noise)
+        torch.neg(noise, out=out)
+        z = s.z if name == "fused" else s.z.tanh()
+        return ce(z, s.y), noise, out
+
+    world = World.make()
+    torch.testing.assert_close(compiled(program)(world), program(world))
+    before, after = (captured(program, world, rewrite=r) for r in (False, True))
+    kept = [node.name for node in after.graph.nodes]
+    gone = [node.name for node in before.graph.nodes if node.name not in kept]
+    if name == "unfused":
+        assert [n.format_node() for n in after.graph.nodes] == [n.format_node() for n in before.graph.nodes]
+    else:
+        assert set(gone) <= {"linear", "reshape", "view", "z", "cross_entropy", "loss", "linear_1"}, gone
+
+
+def test_every_new_node_has_an_example_value_that_is_right() -> None:
+    def program(s: World) -> Any:
+        return ce(s.zb, s.masked, label_smoothing=0.1, weight=s.c), s.z.mT.logsumexp(1, keepdim=True)
+
+    world = World.make(torch.float32)
+    gm = captured(program, world)
+
+    class Check(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            value, example = super().run_node(n), n.meta.get("example_value")
+            if isinstance(value, torch.Tensor):
+                assert (value.shape, value.dtype) == (example.shape, example.dtype), n.format_node()
+            return value
+
+    torch.testing.assert_close(Check(gm).run(*gm.meta["inputs"]), program(world))
+
+
+# --- what must not happen -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_are_never_allocated(reduction: str, device: str) -> None:
+    rows, hidden, vocab = 64, 8, 512
+    x = torch.randn(4, rows // 4, hidden, device=device, requires_grad=True)
+    head = torch.nn.Linear(hidden, vocab, device=device)
+    y = torch.randint(vocab, (4, rows // 4), device=device)
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = head(x)[:, :-1].float()
+        return F.cross_entropy(z.reshape(-1, vocab), y[:, 1:].reshape(-1), reduction=reduction).sum()
+
+    fused, eager = LargestTensor(), LargestTensor()
+
+    def spied(gm: GraphModule, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with fused:  # Dynamo does not run compiled code under a mode of its caller
+                return gm(*args)
+
+        return run
+
+    name = f"spied_{reduction}_{device}"
+    register_backend(spied, name)
+    loss = compiled(program, inner=name)(x, y)
+    with fused:
+        loss.backward()
+    with eager:
+        program(x, y).backward()
+    torch.testing.assert_close(loss, program(x, y))
+    assert eager.elements >= rows * vocab
+    assert fused.elements <= vocab * hidden, fused.op
+
+
+def test_a_write_that_is_not_recognised_keeps_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version counter of an example value betrays a write that has an unknown name."""
+    monkeypatch.setattr("fxfuse.mutation._INPLACE_OPERATORS", frozenset())
+
+    def program(s: World) -> Any:
+        x = s.x.detach() * 1
+        z = F.linear(x, s.w.detach())
+        x += 1
+        return ce(z, s.y)
+
+    world = World.make()
+    with new_sites() as sites:
+        actual = compiled(program)(world)
+    torch.testing.assert_close(actual, program(world))
+    assert [site.reason.code for site in sites if site.reason] == ["operand_mutated"]
+
+
+def test_an_aliased_input_is_recognised() -> None:
+    """Two inputs of the graph that share memory: a write to one changes the other."""
+
+    def program(x: torch.Tensor, base: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Any:
+        z = F.linear(x, w)
+        base.zero_()
+        return ce(z, y)
+
+    def run(f: Any) -> Any:
+        base = torch.ones(2, 5, 4, dtype=torch.float64)
+        torch._dynamo.reset()
+        return f(base[:, :], base, World.make().w.detach(), World.make().y)
+
+    with new_sites() as sites:
+        actual = run(compiled(program))
+    torch.testing.assert_close(actual, run(program))
+    assert [site.reason.code for site in sites if site.reason] == ["operand_mutated"]
+
+
+def test_a_failure_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        made = compute(*args)
+        raise RuntimeError(f"after {len(made)} results")
+
+    compute = graph.compute
+    monkeypatch.setattr(graph, "compute", broken)
+    world = World.make()
+    with new_sites() as sites, pytest.warns(fxfuse.FxfuseWarning, match="after 2 results"):
+        actual = compiled(lambda s: ce(s.z, s.y))(world)
+    torch.testing.assert_close(actual, ce(world.z, world.y))
+    assert [site.reason.code for site in sites if site.reason] == ["internal_error"]
+
+
+def test_a_tensor_subclass_is_left_alone() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def program(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Any:
+        return ce(F.linear(x, w), y)
+
+    s = World.make()
+    w = TwoTensor(s.w.detach(), s.w.detach())
+    with new_sites() as sites:
+        actual = compiled(program)(s.x.detach(), w, s.y)
+    torch.testing.assert_close(actual.a, ce(s.z, s.y).detach())
+    assert [site.reason.code for site in sites if site.reason] == ["subclass"]
+
+
+def test_inference_mode() -> None:
+    world = World.make()
+    step = compiled(lambda s: (ce(s.z, s.y), s.z.log_softmax(-1).gather(-1, s.y[..., None])))
+    with torch.inference_mode(), new_sites() as sites:
+        actual = step(world)
+    torch.testing.assert_close(actual, (ce(world.z, world.y), world.z.log_softmax(-1).gather(-1, world.y[..., None])))
+    assert {site.variant for site in sites} == {"forward only"}
+
+
+def test_no_grad_then_grad_are_compiled_apart() -> None:
+    world = World.make()
+    step = compiled(lambda s: ce(s.z, s.y))
+    with torch.no_grad():
+        assert not step(world).requires_grad
+    step(world).backward()
+    expected = torch.autograd.grad(ce(world.z, world.y), world.w)[0]
+    torch.testing.assert_close(world.w.grad, expected)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "ambient"])
+@pytest.mark.parametrize("cast", [True, False], ids=["float", "as it is"])
+def test_autocast(inside: bool, cast: bool, device: str) -> None:
+    """Weights and gradients stay float32; the products run in bfloat16, as in eager."""
+
+    def program(s: World) -> Any:
+        with torch.autocast(device, torch.bfloat16, enabled=inside or torch.is_autocast_enabled(device)):
+            z = s.zb
+            z = z.float() if cast else z
+            return ce(z, s.masked), z.log_softmax(-1).gather(-1, s.y[..., None])
+
+    def run(f: Any) -> Any:
+        s = World.make(torch.float32, device)
+        with torch.autocast(device, torch.bfloat16, enabled=not inside):
+            loss, scores = f(s)
+        (loss + scores.sum()).backward()
+        return loss, scores, s.x.grad, s.w.grad, s.b.grad
+
+    with new_sites() as sites:
+        actual = run(compiled(program))
+    expected = run(program)
+    assert [a.dtype for a in actual] == [e.dtype for e in expected]
+    torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)
+    assert [(site.status, site.dtype) for site in sites] == [("fused", "bfloat16")]
+
+
+# --- records --------------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 4), torch.nn.Linear(4, 4))
+        self.lm_head = torch.nn.Linear(4, VOCAB, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ce(self.lm_head(self.body(ids))[:, :-1], ids[:, 1:])
+
+
+def test_a_site_says_what_and_where() -> None:
+    report = fxfuse.explain(Model().bfloat16(), torch.randint(VOCAB, (2, 5)))
+    (site,) = report
+    assert (site.status, site.module, site.rows, site.hidden, site.vocab) == ("kept", "lm_head", 10, 4, VOCAB)
+    assert site.dtype == "bfloat16"
+    assert site.reason is not None and site.reason.code == "too_small"
+    (site,) = captured_sites(Model(), torch.randint(VOCAB, (2, 5)))
+    assert site.pattern == "linear → […] → reshape → cross_entropy"
+    assert site.variant == "gradients in forward"
+    # Logits and their gradient.
+    assert site.bytes_saved == 2 * 10 * VOCAB * 4
+    lines = [line for line in site.where.splitlines() if line]
+    assert len(lines) == 1 and "test_graph.py:" in lines[0]
+
+
+def captured_sites(f: Any, *args: Any, **options: Any) -> list[fxfuse.Site]:
+    torch._dynamo.reset()
+    with new_sites() as sites:
+        compiled(f, **options)(*args)
+    return sites
+
+
+def test_a_weight_that_is_no_modules_output_is_named_by_its_owner() -> None:
+    model = Model()
+    (site,) = captured_sites(lambda ids: ce(model.body(ids) @ model.lm_head.weight.t(), ids), torch.arange(10)[None])
+    assert site.module == "lm_head"
+
+
+def test_projections_inside_the_model_are_no_heads() -> None:
+    model = torch.nn.TransformerEncoderLayer(16, 2, 64, batch_first=True)
+    assert captured_sites(model, torch.randn(2, 5, 16)) == []
+
+
+def test_logits_that_nothing_reads_are_reported_when_returned() -> None:
+    (site,) = captured_sites(torch.nn.Linear(4, 1000), torch.randn(2, 5, 4))
+    assert site.reason is not None and site.reason.code == "returned"
+
+
+def test_explain_twice_gives_the_same_and_only_its_own() -> None:
+    model, ids = Model(), torch.randint(VOCAB, (2, 5))
+    first, second = fxfuse.explain(model, ids), fxfuse.explain(torch.compile(model), ids)
+    assert len(first) == len(second) == 1
+    assert first.sites == second.sites
