@@ -14,11 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .algebra import Emit, Head, Logits, Reader
+from .algebra import Emit, Head, Logits
 from .compat import is_plain
 from .ops.contract import SUPPORTED_DTYPES
 from .passes import compute
 from .rules import TABLE, Call, Keep
+
+
+# A torch function with its arguments after the first.
+_Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class _EagerEmit(Emit):
@@ -70,8 +74,8 @@ def linear_cross_entropy(
     }
     rows = _rows(input)
     labels = target.reshape(-1) if input.dim() > 2 and target.shape == input.shape[:-1] else target
-    fits = labels.shape == rows.shape[:-1]
-    loss = _read(F.cross_entropy, rows, linear_weight, linear_bias, (labels,), options, fits)
+    steps = [(F.cross_entropy, (labels,), options)]
+    loss = _read(rows, linear_weight, linear_bias, steps, labels.shape == rows.shape[:-1])
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
@@ -99,11 +103,8 @@ def linear_log_probs(
     rows = _rows(input) if fits else input
     flat = columns.reshape(*rows.shape[:-1], columns.shape[-1]) if fits else columns
 
-    def eager(logits: Tensor, index: Tensor) -> Tensor:
-        return logits.log_softmax(-1).gather(-1, index)
-
-    picked = _read(eager, rows, linear_weight, linear_bias, (flat,), {}, fits)
-    return picked.reshape(index.shape)
+    steps: list[_Step] = [(torch.log_softmax, (-1,), {}), (torch.gather, (-1, flat), {})]
+    return _read(rows, linear_weight, linear_bias, steps, fits).reshape(index.shape)
 
 
 def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tensor | None = None) -> Tensor:
@@ -121,59 +122,43 @@ def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tenso
         RuntimeError: whatever eager raises for the arguments.
     """
 
-    def eager(logits: Tensor) -> Tensor:
-        return logits.logsumexp(-1)
-
-    return _read(eager, _rows(input), linear_weight, linear_bias, (), {}, True).reshape(input.shape[:-1])
+    lse = _read(_rows(input), linear_weight, linear_bias, [(torch.logsumexp, (-1,), {})], True)
+    return lse.reshape(input.shape[:-1])
 
 
 def _rows(input: Tensor) -> Tensor:
     return input.flatten(0, -2) if input.dim() > 2 else input
 
 
-def _read(
-    eager: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    args: tuple[Tensor, ...],
-    options: dict[str, Any],
-    fits: bool,
-) -> Tensor:
-    """``eager(F.linear(input, weight, bias), *args, **options)``, fused if the rules allow it."""
+def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step], fits: bool) -> Tensor:
+    """``F.linear(input, weight, bias)`` through ``steps``, fused if the operands ``fits`` and the rules allow it."""
     dtype = _logits_dtype(input, weight, bias)
-    out_dtype = dtype
-    reader: Reader | None = None
-    if fits and dtype is not None and _consistent(input, weight, bias, *args, options.get("weight")):
-        vocab, hidden = weight.shape
-        operands = (input, weight) if bias is None else (input, weight, bias)
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-        head = Head(input, weight, bias, False, hidden, vocab, dtype)
-        shape = (*input.shape[:-1], vocab)
-        logits = Logits(head, shape, len(shape) - 1, dtype, grad, trail=("linear",))
-        if torch.is_autocast_enabled(input.device.type):
-            out_dtype = torch.promote_types(dtype, torch.float32)  # autocast runs every one of these in float32
-        try:
-            reader = _reader(eager, logits, args, options)
-        except Keep:
-            reader = None
-    if reader is None or out_dtype is None:
-        return eager(F.linear(input, weight, bias), *args, **options)
-    _, (result,) = compute(_EagerEmit(), reader.source.head, (reader,), in_checkpoint=False)
-    return result.to(out_dtype)
+    others = [t for _, args, options in steps for t in (*args, *options.values()) if isinstance(t, Tensor)]
+    if not fits or dtype is None or not _consistent(input, weight, bias, others):
+        return _eager(F.linear(input, weight, bias), steps)
+    vocab, hidden = weight.shape
+    head = Head(input, weight, bias, False, hidden, vocab, dtype)
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias))
+    shape = (*input.shape[:-1], vocab)
+    # Autocast runs every one of the steps in float32.
+    autocast = torch.is_autocast_enabled(input.device.type)
+    out_dtype = torch.promote_types(dtype, torch.float32) if autocast else dtype
+    value: Any = Logits(head, shape, len(shape) - 1, dtype, grad, trail=("linear",))
+    out = torch.empty(0, dtype=out_dtype, device="meta")
+    try:
+        for function, args, options in steps:
+            call = Call(function.__name__, out, lambda handle: handle)
+            value = TABLE[function](call, (value, *args), options)
+    except Keep:
+        return _eager(F.linear(input, weight, bias), steps)
+    _, (result,) = compute(_EagerEmit(), head, (value,), in_checkpoint=False)
+    return result.to(out_dtype)  # type: ignore[no-any-return]
 
 
-def _reader(eager: Callable[..., Tensor], logits: Logits, args: tuple[Tensor, ...], options: dict[str, Any]) -> Reader:
-    def apply(function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        call = Call(getattr(function, "__name__", str(function)), logits_like, lambda handle: handle)
-        return TABLE[function](call, (value, *args), kwargs)
-
-    logits_like = torch.empty(0, dtype=logits.dtype, device="meta")
-    if eager is F.cross_entropy:
-        return apply(F.cross_entropy, logits, *args, **options)
-    if args:
-        return apply(torch.gather, apply(torch.log_softmax, logits, -1), -1, *args)
-    return apply(torch.logsumexp, logits, -1)
+def _eager(value: Tensor, steps: list[_Step]) -> Tensor:
+    for function, args, options in steps:
+        value = function(value, *args, **options)
+    return value
 
 
 def _logits_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
@@ -187,9 +172,9 @@ def _logits_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.d
     return dtype if not dtypes and dtype in SUPPORTED_DTYPES else None
 
 
-def _consistent(input: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor | None) -> bool:
+def _consistent(input: Tensor, weight: Tensor, bias: Tensor | None, others: list[Tensor]) -> bool:
     """Whether the operands fit together, so that the fused ops may have them."""
-    tensors = [t for t in (input, weight, bias, *others) if t is not None]
+    tensors = [t for t in (input, weight, bias) if t is not None] + others
     return (
         all(is_plain(t) and t.device == input.device for t in tensors)
         and input.device.type in ("cpu", "cuda")

@@ -31,7 +31,7 @@ from .rules import TABLE, Call, Keep, head_of
 _VOCABULARY_RATIO = 3.6
 
 
-@dataclass
+@dataclass(eq=False)
 class Candidate:
     """A projection that may turn out to be a head, and what was learnt of it."""
 
@@ -50,7 +50,7 @@ class Candidate:
     @property
     def is_head(self) -> bool:
         wide = compat.hint(self.head.vocab) >= _VOCABULARY_RATIO * compat.hint(self.head.hidden)
-        return self.read or bool(self.readers) or (self.shown and wide)
+        return bool(self.readers) or (self.kept is not None and (self.read or (self.shown and wide)))
 
 
 @dataclass
@@ -144,10 +144,13 @@ class _Analysis:
             self._follow(node, self._owner_of(described[0]))
             return
         candidate = self._owner_of(described[0])
+        # Under no_grad, in a region or all around, what eager returns is cut off from the operands.
         if isinstance(outcome, Reader):
+            if not out.requires_grad:
+                outcome = replace(outcome, source=replace(outcome.source, requires_grad=False))
             candidate.readers.append((node, outcome))
         else:
-            if not out.requires_grad and outcome.requires_grad:
+            if not out.requires_grad:
                 outcome = replace(outcome, requires_grad=False)
             candidate.derived.append(node)
             self._values[node] = outcome
@@ -415,22 +418,20 @@ def rewrite(gm: GraphModule, options: Options) -> list[Site]:
 
 def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> list[Site]:
     graph = gm.graph
-    analysis = _Analysis(graph)
-    candidates = [c for c in analysis.candidates if c.is_head]
-    if not candidates:
-        return []
-    planner = _Planner(graph, options)
+    candidates: list[Candidate] = []
     made: list[Node] = []
-    variants: dict[int, str] = {}
+    variants: dict[Candidate, list[str]] = {}
     swaps: list[tuple[Node, Node]] = []
     try:
+        candidates = [c for c in _Analysis(graph).candidates if c.is_head]
+        planner = _Planner(graph, options) if candidates else None
         for candidate in candidates:
+            assert planner is not None
             for one in planner.plan(candidate) or ():
                 emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
                 variant, results = _write(candidate, one, emit, in_checkpoint)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
-                known = variants.get(id(candidate))
-                variants[id(candidate)] = variant if known in (None, variant) else f"{known}; {variant}"
+                variants.setdefault(candidate, []).append(variant)
     except Exception as failure:
         for node in reversed(made):
             graph.erase_node(node)
@@ -441,11 +442,10 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
     for old, new in swaps:
         old.replace_all_uses_with(new)
         graph.erase_node(old)
-    for candidate in candidates:
-        if candidate.kept is None:
-            for node in reversed(candidate.derived):
-                graph.erase_node(node)
+    for candidate in variants:
+        for node in reversed(candidate.derived):
+            graph.erase_node(node)
     if swaps:
         graph.lint()
         gm.recompile()
-    return [_site(candidate, variants.get(id(candidate), "")) for candidate in candidates]
+    return [_site(c, "; ".join(dict.fromkeys(variants.get(c, ())))) for c in candidates]

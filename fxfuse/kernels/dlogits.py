@@ -138,7 +138,7 @@ def write_dlogits(
     ``weight`` may have any strides, the rest is contiguous.
     """
     (rows, hidden), vocab = x.shape, weight.shape[0]
-    shape = tiles.tile(rows, x.dtype, x.device)
+    shape = tiles.tile(x, weight)
     dlogits_kernel[(triton.cdiv(rows, shape.rows) * triton.cdiv(vocab, shape.vocab),)](
         x,
         weight,

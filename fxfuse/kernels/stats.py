@@ -222,7 +222,7 @@ def row_stats(
     if rows == 0:
         return lse, picked, log_prob, class_sum
 
-    shape = tiles.tile(rows, x.dtype, x.device)
+    shape = tiles.tile(x, weight)
     row_blocks, vocab_tiles = triton.cdiv(rows, shape.rows), triton.cdiv(vocab, shape.vocab)
     each = tiles.tiles_per_split(row_blocks, vocab_tiles, tiles.machine(x.device).processors)
     splits = triton.cdiv(vocab_tiles, each)

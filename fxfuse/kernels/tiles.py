@@ -9,6 +9,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # Row blocks that run side by side over the same part of the vocabulary: they share the weight's tiles in L2, and
 # their own hidden states (16 blocks of 128 rows by 4096 in 16 bits are 16 MiB) stay there meanwhile.
@@ -36,8 +37,11 @@ TILES: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("hopper", 2): (Tile(16, 128, 128, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)),
     ("hopper", 4): (Tile(16, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3)),
     # 99 KiB of shared memory at most, which is what sm_86, sm_89 and sm_120 have.
-    ("ampere", 2): (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)),
-    ("ampere", 4): (Tile(16, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3), Tile(128, 128, 32, 8, 2)),
+    ("ampere", 2): (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
+    ("ampere", 4): (Tile(16, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3), Tile(128, 128, 16, 8, 3)),
+    # Where elements are loaded one by one (see `loads_vectors`), each with an address in registers: small tiles.
+    ("elementwise", 2): (Tile(16, 64, 32, 4, 2), Tile(64, 128, 32, 8, 2)),
+    ("elementwise", 4): (Tile(16, 64, 32, 4, 2), Tile(64, 64, 32, 8, 2)),
     # Small enough that small tests have many tiles and ragged edges.
     ("interpreter", 2): (Tile(16, 32, 16, 4, 1),),
     ("interpreter", 4): (Tile(16, 32, 16, 4, 1),),
@@ -54,10 +58,20 @@ def machine(device: torch.device) -> Machine:
     return Machine(generation, properties.multi_processor_count)
 
 
-def tile(rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """The tile for a product with ``rows`` rows of operands of ``dtype``."""
-    choices = TILES[machine(device).generation, dtype.itemsize]
-    return next((choice for choice in choices if choice.rows >= rows), choices[-1])
+def tile(x: Tensor, weight: Tensor) -> Tile:
+    """The tile for logits of ``x [N, D]`` and ``weight [V, D]``."""
+    generation = machine(x.device).generation
+    if generation != "interpreter" and not (x.stride(1) == 1 and loads_vectors(x) and loads_vectors(weight)):
+        generation = "elementwise"
+    choices = TILES[generation, x.dtype.itemsize]
+    return next((choice for choice in choices if choice.rows >= x.shape[0]), choices[-1])
+
+
+def loads_vectors(matrix: Tensor) -> bool:
+    """Whether Triton can tell that ``matrix`` may be read 16 bytes at a time: it knows multiples of 16, or nothing."""
+    along = 1 if matrix.stride(1) == 1 else 0
+    multiples = (matrix.data_ptr(), matrix.shape[along], matrix.stride(1 - along))
+    return matrix.stride(along) == 1 and all(number % 16 == 0 for number in multiples)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -64,7 +64,7 @@ def _class_index_loss(
         like = call.example(weight)
         if like.requires_grad:
             call.keep("unsupported_argument", f"{call.name} has a class weight that requires a gradient")
-        if like.dtype not in (input.dtype, torch.float32):
+        if like.dtype not in (input.dtype, call.out.dtype):  # they differ under autocast alone
             call.keep("dtype", f"{call.name} has logits of {input.dtype} and a class weight of {like.dtype}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         call.keep("unsupported_argument", f"{call.name} has an ignore_index that is not a number")
