@@ -20,7 +20,6 @@ from .ops.contract import SUPPORTED_DTYPES
 from .passes import compute
 from .rules import TABLE, Call, Keep
 
-
 # A torch function with its arguments after the first.
 _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -73,10 +72,13 @@ def linear_cross_entropy(
         "label_smoothing": label_smoothing,
     }
     rows = _rows(input)
-    labels = target.reshape(-1) if input.dim() > 2 and target.shape == input.shape[:-1] else target
+    leading = input.shape[:-1]
+    labels = target
+    if input.dim() > 2 and target.shape[: len(leading)] == leading:  # class indices or class probabilities
+        labels = target.flatten(0, len(leading) - 1)
     steps = [(F.cross_entropy, (labels,), options)]
     loss = _read(rows, linear_weight, linear_bias, steps, labels.shape == rows.shape[:-1])
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    return loss.reshape(leading) if reduction == "none" else loss
 
 
 def linear_log_probs(
@@ -152,7 +154,7 @@ def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step]
     except Keep:
         return _eager(F.linear(input, weight, bias), steps)
     _, (result,) = compute(_EagerEmit(), head, (value,), in_checkpoint=False)
-    return result.to(out_dtype)  # type: ignore[no-any-return]
+    return result.to(out_dtype)
 
 
 def _eager(value: Tensor, steps: list[_Step]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ _INPLACE_OPERATORS = frozenset(
         *(operator.ilshift, operator.irshift, operator.iconcat, operator.setitem),
     )
 )
+
+
+_WRITES_ANYTHING = SimpleNamespace(is_mutable=True)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -46,21 +50,28 @@ def written_arguments(node: Node) -> Iterable[Node]:
         return ()
     out = node.kwargs.get("out")
     written = [n for n in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(n, Node)]
-    first = node.args[:1] if node.args and isinstance(node.args[0], Node) else ()
+    first = [n for n in node.args[:1] if isinstance(n, Node)]
     if node.op == "call_method":
-        return [*written, *first] if _is_inplace_name(str(node.target)) else written  # type: ignore[list-item]
+        return [*written, *first] if _is_inplace_name(str(node.target)) else written
     if node.op != "call_function":
         return node.all_input_nodes
     if node.target in _INPLACE_OPERATORS:
-        return [*written, *first]  # type: ignore[list-item]
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return node.all_input_nodes if schema.is_mutable else written
-    if isinstance(node.target, torch._ops.OperatorBase):  # a higher-order operator or an overload packet
-        return node.all_input_nodes
-    if _is_inplace_name(getattr(node.target, "__name__", "")) or _asks_for_inplace(node):
-        return [*written, *first]  # type: ignore[list-item]
-    return written
+        return first
+    schemas = _schemas(node.target)
+    if schemas is not None:
+        opaque = any(schema.is_mutable for schema in schemas)
+    else:
+        opaque = _is_inplace_name(getattr(node.target, "__name__", "")) or _asks_for_inplace(node)
+    return node.all_input_nodes if opaque else written
+
+
+def _schemas(target: Any) -> list[Any] | None:
+    """The schemas of an operator; None for a plain function. A higher-order operator may write anything."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name)._schema for name in target.overloads()]
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._schema]
+    return [_WRITES_ANYTHING] if isinstance(target, torch._ops.OperatorBase) else None
 
 
 def _asks_for_inplace(node: Node) -> bool:

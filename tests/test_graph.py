@@ -324,3 +324,31 @@ def test_explain_twice_gives_the_same_and_only_its_own() -> None:
     first, second = fxfuse.explain(model, ids), fxfuse.explain(torch.compile(model), ids)
     assert len(first) == len(second) == 1
     assert first.sites == second.sites
+
+
+@torch.library.custom_op("fxfuse_tests::scribble", mutates_args={"x"})
+def scribble(x: torch.Tensor) -> None:
+    x.zero_()
+
+
+def test_a_custom_op_that_writes_is_recognised() -> None:
+    def program(s: World) -> Any:
+        x = s.x.detach() * 1
+        z = F.linear(x, s.w.detach())
+        torch.ops.fxfuse_tests.scribble(x)
+        return ce(z, s.y)
+
+    world = World.make()
+    (site,) = captured_sites(program, world)
+    assert site.reason is not None and site.reason.code == "operand_mutated"
+    assert "test_graph.py:" in (site.reason.where or "")
+
+
+def test_a_target_out_of_range_raises_as_in_eager() -> None:
+    world = World.make()
+    world.y[1, 2] = VOCAB
+    with pytest.raises(IndexError, match=f"Target {VOCAB} is out of bounds"):
+        compiled(lambda s: ce(s.z, s.y))(world)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=f"index {VOCAB} is out of bounds"):
+        compiled(lambda s: s.z.log_softmax(-1).gather(-1, s.y[..., None]))(world)

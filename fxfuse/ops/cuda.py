@@ -93,7 +93,7 @@ def linear_loss(
     # log_prob is picked - lse, so its coefficient counts for both.
     up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
     head = _Head.of(input, weight, bias, index, class_weight, scale)
-    lse, _, log_prob, class_sum = head.stats(c_class_sum is not None, (c_lse != 0) | up.nonzero())
+    lse, _, log_prob, class_sum = head.stats(c_class_sum is not None, up.nonzero())
     loss = _weighted(c_lse, lse) + _weighted(c_log_prob, log_prob)
     if c_class_sum is not None:
         loss = loss + _weighted(c_class_sum, class_sum)
