@@ -12,6 +12,7 @@ there is no GPU. See ``contract`` for what is computed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 from typing import NamedTuple
@@ -25,8 +26,6 @@ from .contract import stash_dtype
 # Of the buffer for the gradient of the logits: a fraction of the logits, yet long products.
 WINDOW_BYTES = 512 << 20
 MIN_WINDOW = 256
-# Of the intermediate where a PyTorch cannot accumulate a 16-bit product in float32 in place.
-ADD_BYTES = 64 << 20
 
 
 def linear_stats(
@@ -132,7 +131,8 @@ class _Upstream(NamedTuple):
         return _Upstream(*(None if g is None else g.contiguous() for g in self))  # type: ignore[arg-type]
 
 
-class _Head(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Head:
     """The operands as the kernels take them: all contiguous but ``input`` and ``weight``."""
 
     input: Tensor
@@ -161,7 +161,16 @@ class _Head(NamedTuple):
         from ..kernels.stats import row_stats
 
         with _current(self.input.device):
-            return row_stats(*self, want_class_sum, wanted)
+            return row_stats(
+                self.input,
+                self.weight,
+                self.bias,
+                self.index,
+                self.class_weight,
+                self.scale,
+                want_class_sum,
+                wanted,
+            )
 
     def gradients(
         self, lse: Tensor, up: _Upstream, needs: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, ...]
@@ -269,7 +278,8 @@ class _ProductSum:
 
 
 # --- products -------------------------------------------------------------------------------------------------
-# The overloads are named, so that a PyTorch without them raises instead of choosing another.
+# The overloads are named, so that a PyTorch without them raises instead of choosing another. An addmm with a float32
+# sum beside 16-bit factors is PyTorch 2.11's; before, the sum had to have the factors' dtype.
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -286,27 +296,10 @@ def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
     """``total += a @ b`` in float32."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif not a.is_cuda:
-        total.addmm_(a.float(), b.float())
-    elif _adds_in_place():
+    elif a.is_cuda:
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
     else:
-        step = max(1, ADD_BYTES // (4 * b.shape[1]))
-        for start in range(0, a.shape[0], step):
-            rows = slice(start, start + step)
-            total[rows] += torch.ops.aten.mm.dtype(a[rows], b, torch.float32)
-
-
-@functools.cache
-def _adds_in_place() -> bool:
-    """Whether addmm takes a float32 sum beside 16-bit factors (PyTorch 2.10 and before may not)."""
-    total = torch.zeros((8, 8), dtype=torch.float32, device="cuda")
-    ones = torch.ones((8, 8), dtype=torch.bfloat16, device="cuda")
-    try:
-        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
-    except RuntimeError:
-        return False
-    return True
+        total.addmm_(a.float(), b.float())
 
 
 # --- whether and where ----------------------------------------------------------------------------------------

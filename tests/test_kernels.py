@@ -1,0 +1,530 @@
+"""``fxfuse.ops.cuda`` against the float64 reference: on a GPU, or on a CPU under Triton's interpreter.
+
+Triton decides when it is imported whether its kernels are interpreted, and importing torch may import it. So where
+there is no GPU, this file runs itself once as a script in a process with TRITON_INTERPRET=1, which runs every case
+and writes one result per case; the tests report those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxfuse.ops import cuda, reference
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+# The interpreter's bfloat16 products are not to be trusted.
+DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if HAS_GPU else ()))
+
+# Errors are the largest absolute error over the largest absolute value of the float64 result. Statistics never see a
+# 16-bit rounding, so their bound does not depend on the dtype. A gradient may err by 1.5 times what eager PyTorch errs
+# in the same dtype, plus a floor of about a quarter of the dtype's unit roundoff (fp32: for the order of summation).
+STATS_BOUND = 5e-6
+GRADIENT_FLOOR = {torch.float32: 2e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(*, gpu_only: bool = False, each_dtype: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as one case, or as one per dtype."""
+
+    def register(check: Callable[..., None]) -> Callable[..., None]:
+        if gpu_only and not HAS_GPU:
+            return check
+        if not each_dtype:
+            CASES[check.__name__] = check
+            return check
+        for dtype in DTYPES:
+            CASES[f"{check.__name__}-{str(dtype).removeprefix('torch.')}"] = lambda dtype=dtype: check(dtype)
+        return check
+
+    return register
+
+
+# --- problems -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Problem:
+    """One call's operands, and upstream gradients for it."""
+
+    x: Tensor
+    w: Tensor
+    bias: Tensor | None
+    index: Tensor
+    class_weight: Tensor | None
+    scale: float
+    want_class_sum: bool
+    g_lse: Tensor
+    g_picked: Tensor
+    g_class_sum: Tensor | None
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, float]:
+        return self.x, self.w, self.bias, self.index, self.class_weight, self.scale
+
+    @property
+    def upstream(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.g_lse, self.g_picked, self.g_class_sum
+
+    def double(self) -> Problem:
+        def convert(value: object) -> object:
+            return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return Problem(**{field.name: convert(getattr(self, field.name)) for field in dataclasses.fields(self)})
+
+
+def problem(
+    rows: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    *,
+    indexed: int = 1,
+    bias: bool = False,
+    class_weight: bool = False,
+    class_sum: bool = False,
+    scale: float = 1.0,
+    idle: float = 0.0,
+    size: float = 1.0,
+    seed: int = 0,
+) -> Problem:
+    """Random operands; a share ``idle`` of rows has no index and zero upstream gradients of size ``size``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    index = torch.randint(-1, vocab, (rows, indexed), generator=generator)
+    works = torch.rand(rows, generator=generator) >= idle
+    index = torch.where(works[:, None], index, -1)
+    made = Problem(
+        x=normal(rows, hidden).to(dtype),
+        w=(normal(vocab, hidden) * (3 / hidden**0.5)).to(dtype),
+        bias=normal(vocab).to(dtype) if bias else None,
+        index=index,
+        class_weight=torch.rand(vocab, generator=generator) if class_weight else None,
+        scale=scale,
+        want_class_sum=class_sum,
+        g_lse=normal(rows) * works * size,
+        g_picked=normal(rows, indexed) * works[:, None] * size,
+        g_class_sum=normal(rows) * works * size / vocab if class_sum else None,
+    )
+    for field in dataclasses.fields(made):
+        value = getattr(made, field.name)
+        if isinstance(value, Tensor):
+            setattr(made, field.name, value.to(DEVICE))
+    return made
+
+
+def eager_gradients(p: Problem) -> list[Tensor]:
+    """Gradients of input, weight and bias as eager PyTorch gives them: logits in the operands' dtype."""
+    leaves = [t.detach().clone().requires_grad_() for t in (p.x, p.w, p.bias) if t is not None]
+    z = (F.linear(*leaves) * p.scale).float()
+    picked = z.gather(1, p.index.clamp(min=0)) * (p.index >= 0)
+    total = (z.logsumexp(1) * p.g_lse).sum() + (picked * p.g_picked).sum()
+    if p.g_class_sum is not None:
+        total = total + ((z if p.class_weight is None else z * p.class_weight).sum(1) * p.g_class_sum).sum()
+    return list(torch.autograd.grad(total, leaves))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest error over the largest value; where the reference is not finite, the same must have come."""
+    assert got.shape == want.shape
+    finite = want.isfinite()
+    assert torch.equal(got[~finite].double().nan_to_num(), want[~finite].nan_to_num())
+    assert torch.equal(got.isnan(), want.isnan())
+    if not bool(finite.any()):
+        return 0.0
+    difference = (got[finite].double() - want[finite]).abs().max()
+    return float(difference / want[finite].abs().max().clamp(min=1e-30))
+
+
+def check_stats(p: Problem, *, skip_unindexed: bool = False) -> None:
+    got = cuda.linear_stats(*p.operands, p.want_class_sum, skip_unindexed)
+    want = reference.linear_stats(*p.double().operands, p.want_class_sum, skip_unindexed)
+    for name, g, r in zip(("lse", "picked", "log_prob", "class_sum"), got, want, strict=True):
+        assert g.dtype == torch.float32
+        assert error(g, r) <= STATS_BOUND, (name, error(g, r))
+
+
+def check_gradients(p: Problem) -> None:
+    """The backward of the statistics, and a loss with the same coefficients."""
+    dtype, exact = p.x.dtype, p.double()
+    needs = (True, True, p.bias is not None)
+    lse = reference.linear_stats(*exact.operands, False, False)[0]
+    want = reference.linear_stats_backward(*exact.operands, lse, *exact.upstream, *needs)
+    allowed = [1.5 * error(e, r) + GRADIENT_FLOOR[dtype] for e, r in zip(eager_gradients(p), want, strict=False)]
+    got = cuda.linear_stats_backward(*p.operands, lse.float(), *p.upstream, *needs)
+    for name, g, r, most in zip(("input", "weight", "bias"), got, want, allowed, strict=False):
+        assert g.dtype == dtype
+        assert error(g, r) <= most, (name, error(g, r), most)
+
+    loss, *got = cuda.linear_loss(*p.operands, *p.upstream, *needs)
+    want_loss, *want = reference.linear_loss(*exact.operands, *exact.upstream, *needs)
+    lse, _, log_prob, class_sum = reference.linear_stats(*exact.operands, p.want_class_sum, False)
+    pairs = zip(exact.upstream, (lse, log_prob, class_sum), strict=True)
+    magnitude = sum(float((c * s).abs().nan_to_num(0, 0, 0).sum()) for c, s in pairs if c is not None)
+    assert abs(float(loss) - float(want_loss)) <= STATS_BOUND * magnitude
+    for name, g, r, most in zip(("input", "weight", "bias"), got, want, allowed, strict=False):
+        assert g.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+        assert error(g, r) <= most, (name, error(g, r), most)
+
+
+# --- shapes and options ---------------------------------------------------------------------------------------
+
+
+@case(each_dtype=True)
+def plain(dtype: torch.dtype) -> None:
+    p = problem(512, 512, 8192, dtype) if HAS_GPU else problem(32, 32, 128, dtype)
+    check_stats(p)
+    check_gradients(p)
+
+
+@case(each_dtype=True)
+def odd_everything(dtype: torch.dtype) -> None:
+    rows, hidden, vocab = (333, 771, 50257) if HAS_GPU else (37, 21, 131)
+    p = problem(
+        rows, hidden, vocab, dtype, indexed=3, bias=True, class_weight=True, class_sum=True, scale=0.7, idle=0.3
+    )
+    check_stats(p)
+    check_stats(p, skip_unindexed=True)
+    check_gradients(p)
+
+
+@case(each_dtype=True)
+def no_index(dtype: torch.dtype) -> None:
+    p = problem(40, 48, 200, dtype, indexed=0, class_sum=True)
+    check_stats(p)
+    check_gradients(p)
+    assert all(not t.any() for t in cuda.linear_stats(*p.operands, True, True))
+
+
+@case(each_dtype=True)
+def one_row_of_a_large_vocabulary(dtype: torch.dtype) -> None:
+    p = problem(1, 256, 100_003, dtype, bias=True) if HAS_GPU else problem(1, 24, 1003, dtype, bias=True)
+    check_stats(p)
+    check_gradients(p)
+
+
+@case(each_dtype=True)
+def a_handful_of_rows(dtype: torch.dtype) -> None:
+    p = problem(50, 640, 32_000, dtype, scale=-1.5) if HAS_GPU else problem(3, 40, 97, dtype, scale=-1.5)
+    check_stats(p)
+    check_gradients(p)
+
+
+@case(each_dtype=True)
+def tiny_sizes(dtype: torch.dtype) -> None:
+    for rows, hidden, vocab in ((1, 1, 1), (2, 1, 3), (1, 5, 2), (17, 16, 33)):
+        p = problem(rows, hidden, vocab, dtype, bias=True, class_sum=True)
+        check_stats(p)
+        check_gradients(p)
+
+
+@case(each_dtype=True)
+def strides(dtype: torch.dtype) -> None:
+    rows, hidden, vocab = (200, 136, 3000) if HAS_GPU else (20, 24, 90)
+    p = problem(rows, hidden, vocab, dtype)
+    transposed = dataclasses.replace(p, w=p.w.t().contiguous().t())
+    assert transposed.w.stride() == (1, vocab)
+    sliced = dataclasses.replace(p, x=torch.stack((p.x, p.x + 1), 2)[:, :, 0], w=torch.cat((p.w, p.w), 1)[:, :hidden])
+    expanded = dataclasses.replace(p, x=p.x[:1].expand(rows, hidden), g_lse=p.g_lse[:1].expand(rows))
+    for strided in (transposed, sliced, expanded):
+        check_stats(strided)
+        check_gradients(strided)
+
+
+@case()
+def several_windows_along_either_axis() -> None:
+    sizes = (cuda.WINDOW_BYTES, cuda.MIN_WINDOW)
+    try:
+        cuda.MIN_WINDOW, cuda.WINDOW_BYTES = 32, 32 * 40 * 4
+        for rows, vocab in ((40, 150), (150, 40)):
+            at_rows, at_vocab = cuda._windows(rows, vocab, 4)
+            assert (len(at_rows) > 2) == (rows > vocab) and (len(at_vocab) > 2) == (vocab > rows)
+            for dtype in DTYPES:
+                check_gradients(
+                    problem(rows, 24, vocab, dtype, indexed=2, bias=True, class_weight=True, class_sum=True)
+                )
+    finally:
+        cuda.WINDOW_BYTES, cuda.MIN_WINDOW = sizes
+
+
+@case(each_dtype=True)
+def gradients_that_are_not_needed(dtype: torch.dtype) -> None:
+    p = problem(20, 24, 90, dtype, bias=True)
+    lse = cuda.linear_stats(*p.operands, False, False)[0]
+    full = cuda.linear_stats_backward(*p.operands, lse, *p.upstream, True, True, True)
+    for wanted in range(3):
+        needs = [i == wanted for i in range(3)]
+        some = cuda.linear_stats_backward(*p.operands, lse, *p.upstream, *needs)
+        for have, need, all_of_it in zip(some, needs, full, strict=True):
+            assert torch.equal(have, all_of_it if need else all_of_it.new_zeros((0,)))
+
+
+@case()
+def each_upstream_alone() -> None:
+    for alone in range(3):
+        p = problem(20, 24, 90, torch.float32, class_sum=True)
+        for i, g in enumerate(p.upstream):
+            if i != alone:
+                g.zero_()
+        check_gradients(p)
+
+
+# --- rows without work ----------------------------------------------------------------------------------------
+
+
+@case(each_dtype=True)
+def no_rows(dtype: torch.dtype) -> None:
+    p = problem(0, 24, 90, dtype, bias=True, class_sum=True)
+    check_stats(p)
+    loss, d_input, d_weight, d_bias = cuda.linear_loss(*p.operands, *p.upstream, True, True, True)
+    assert float(loss) == 0 and d_input.shape == p.x.shape
+    assert d_weight.shape == p.w.shape and not d_weight.any() and not d_bias.any()
+
+
+@case(each_dtype=True)
+def all_rows_idle(dtype: torch.dtype) -> None:
+    p = problem(40, 24, 90, dtype, bias=True, class_sum=True, idle=1.1)
+    p.x[3] = float("nan")
+    assert all(not t.any() for t in cuda.linear_stats(*p.operands, True, True))
+    for result in (
+        cuda.linear_loss(*p.operands, *p.upstream, True, False, True),
+        cuda.linear_stats_backward(*p.operands, p.g_lse, *p.upstream, True, False, True),
+    ):
+        assert all(not t.any() for t in result)
+
+
+@case(each_dtype=True)
+def an_idle_row_is_zero_whatever_its_logits(dtype: torch.dtype) -> None:
+    p = problem(40, 24, 90, dtype, bias=True, class_sum=True)
+    for g in p.upstream:
+        g[5] = g[6] = 0
+    p.x[5], p.x[6] = float("nan"), float("inf")
+    lse = cuda.linear_stats(*p.operands, False, False)[0]
+    assert not lse[5].isfinite() and not lse[6].isfinite() and lse[7].isfinite()
+    for *_, d_input, _, d_bias in (
+        cuda.linear_stats_backward(*p.operands, lse, *p.upstream, True, False, True),
+        cuda.linear_loss(*p.operands, *p.upstream, True, False, True),
+    ):
+        assert not d_input[5].any() and not d_input[6].any()
+        assert d_input.isfinite().all() and d_input[7].any() and d_bias.isfinite().all()
+
+
+# --- values that are not finite, and indices that are no classes ----------------------------------------------
+
+
+@case(each_dtype=True)
+def minus_infinite_bias(dtype: torch.dtype) -> None:
+    vocab = 3000 if HAS_GPU else 131
+    p = problem(37, 24, vocab, dtype, bias=True)
+    p.bias[: 2 * vocab // 3] = float("-inf")  # whole tiles, the first among them
+    p.bias[-5:-2] = float("-inf")
+    p.index[0], p.index[1] = 4, vocab - 1
+    check_stats(p)
+    p.g_picked[:] = 0
+    check_gradients(p)
+    p.bias[:] = float("-inf")
+    check_stats(p)
+
+
+@case(each_dtype=True)
+def rows_that_are_not_finite(dtype: torch.dtype) -> None:
+    p = problem(37, 24, 131, dtype, indexed=2)
+    p.x[3] = float("nan")
+    p.x[20] = float("inf")
+    p.x[21], p.x[21, 0] = 0, float("inf")  # both infinities among its logits
+    p.index[21, 0] = int(p.w[:, 0].argmin())
+    check_stats(p)
+    check_stats(p, skip_unindexed=True)
+    assert cuda.linear_stats(*p.operands, False, False)[0][21] == float("inf")
+
+
+@case()
+def foreign_indices_touch_nothing() -> None:
+    p = problem(37, 24, 131, torch.float32, indexed=2)
+    want = cuda.linear_stats(*p.operands, False, False)
+    foreign = p.index.clone()
+    foreign[::3, 1] = torch.tensor([131, 2**31 + 5, -(2**40)]).repeat(5)[: len(foreign[::3])].to(foreign)
+    strange = dataclasses.replace(p, index=foreign)
+    got = cuda.linear_stats(*strange.operands, False, False)
+    legal = foreign == p.index
+    assert torch.equal(got[0], want[0])
+    for g, r in zip(got[1:3], want[1:3], strict=True):
+        assert torch.equal(g, torch.where(legal, r, 0.0))
+    gradients = cuda.linear_stats_backward(*strange.operands, want[0], *p.upstream, True, True, False)
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@case(each_dtype=True)
+def a_certain_class_keeps_its_log_probability(dtype: torch.dtype) -> None:
+    p = problem(16, 24, 64, dtype)
+    p.w.mul_(0.01)
+    p.x.abs_()
+    p.w[7] = 8.0 / float(p.x.float().sum(1).mean())
+    p.index[:] = 7
+    log_prob = cuda.linear_stats(*p.operands, False, False)[2]
+    want = reference.linear_stats(*p.double().operands, False, False)[2]
+    assert float((log_prob.double() - want).abs().max()) < 1e-6 and log_prob.max() <= 0
+
+
+# --- range, repetition, memory --------------------------------------------------------------------------------
+
+
+@case(each_dtype=True)
+def upstream_of_any_size(dtype: torch.dtype) -> None:
+    for size in (1e-8, 1e5):
+        p = problem(40, 24, 90, dtype, bias=True, class_sum=True, size=size)
+        _, *got = cuda.linear_loss(*p.operands, *p.upstream, True, True, True)
+        _, *want = reference.linear_loss(*p.double().operands, *p.double().upstream, True, True, True)
+        roundoff = torch.finfo(dtype).eps + 2e-6
+        assert all(error(g, r) <= roundoff for g, r in zip(got, want, strict=True))
+    p.g_lse[4] = float("nan")  # the bound by which float16 is normalised
+    d_input = cuda.linear_loss(*p.operands, *p.upstream, True, False, False)[1]
+    assert d_input[4].isnan().all() and d_input[5].isfinite().all()
+
+
+@case(each_dtype=True)
+def the_same_bits_every_time(dtype: torch.dtype) -> None:
+    size = (1000, 512, 50257) if HAS_GPU else (37, 24, 131)
+    p = problem(*size, dtype, bias=True, class_sum=True, indexed=2)
+
+    def run() -> list[Tensor]:
+        stats = cuda.linear_stats(*p.operands, True, False)
+        return [*stats, *cuda.linear_loss(*p.operands, *p.upstream, True, True, True)]
+
+    first = run()
+    for _ in range(5 if HAS_GPU else 1):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@case(gpu_only=True, each_dtype=True)
+def no_logits_in_memory(dtype: torch.dtype) -> None:
+    rows, hidden, vocab = 8192, 256, 128_256
+    logits = rows * vocab * 2
+    p = problem(rows, hidden, vocab, dtype)
+
+    def peak(run: Callable[[], object]) -> int:
+        run()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(lambda: cuda.linear_stats(*p.operands, False, False)) < logits // 100
+    gradients = (rows + vocab) * hidden * 4 * 2
+    most = cuda.WINDOW_BYTES + gradients + (64 << 20)
+    assert most < logits
+    assert peak(lambda: cuda.linear_loss(*p.operands, *p.upstream, True, True, False)) < most
+
+
+@case(gpu_only=True)
+def offsets_past_31_bits() -> None:
+    rows, hidden, vocab = 17, 2048, 1_100_000
+    assert vocab * hidden > 2**31
+    p = problem(rows, 8, 64, torch.bfloat16)
+    p.w = torch.randn(vocab, hidden, device=DEVICE, dtype=torch.bfloat16).mul_(0.05)
+    p.x = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    p.index = torch.randint(vocab - 1000, vocab, (rows, 1), device=DEVICE)
+    lse, picked, *_ = cuda.linear_stats(*p.operands, False, False)
+    z = torch.cat([p.x.double() @ part.double().t() for part in p.w.split(65536)], 1)
+    assert error(lse, z.logsumexp(1)) <= STATS_BOUND
+    assert error(picked, z.gather(1, p.index)) <= STATS_BOUND
+    d_input, d_weight, _ = cuda.linear_stats_backward(*p.operands, lse, p.g_lse, p.g_picked, None, True, True, False)
+    dz = p.g_lse.double()[:, None] * z.softmax(1)
+    dz.scatter_add_(1, p.index, p.g_picked.double())
+    want = sum(dz[:, i : i + 65536] @ p.w[i : i + 65536].double() for i in range(0, vocab, 65536))
+    assert error(d_input, want) <= 1e-2
+    assert error(d_weight[-4096:], dz[:, -4096:].t() @ p.x.double()) <= 1e-2
+
+
+@case(gpu_only=True, each_dtype=True)
+def capture_in_a_cuda_graph(dtype: torch.dtype) -> None:
+    p = problem(500, 256, 5003, dtype, bias=True, class_sum=True, idle=0.5)
+
+    def run() -> list[Tensor]:
+        stats = cuda.linear_stats(*p.operands, True, True)
+        return [*stats, *cuda.linear_loss(*p.operands, *p.upstream, True, True, True)]
+
+    want = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+# --- pytest's side, and the interpreting process's ------------------------------------------------------------
+
+
+def _run_all() -> dict[str, str]:
+    results = {}
+    for name, check in CASES.items():
+        try:
+            check()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A traceback, or nothing, for each case under Triton's interpreter."""
+    results = tmp_path_factory.mktemp("interpreted") / "results.json"
+    root = str(pathlib.Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, str(results)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert results.exists(), done.stderr
+    return json.loads(results.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("name", CASES)
+def test_kernels(name: str, request: pytest.FixtureRequest) -> None:
+    if HAS_GPU:
+        CASES[name]()
+        return
+    failure = request.getfixturevalue("interpreted")[name]
+    assert not failure, failure
+
+
+def test_importing_the_ops_imports_neither_triton_nor_a_gpu() -> None:
+    # torch itself may import Triton; what counts is that fxfuse does not need it.
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, fxfuse.ops.cuda, fxfuse.kernels.tiles\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    root = pathlib.Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=120)
+
+
+if __name__ == "__main__":
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(_run_all()))

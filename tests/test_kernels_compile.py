@@ -1,0 +1,174 @@
+"""Every kernel compiles for sm_80 and sm_90 in the shapes that ``fxfuse.ops.cuda`` launches; no GPU is needed.
+
+The launches themselves are recorded: the ops run on meta tensors with a recorder in each kernel's place, so what is
+compiled is what would run, specialised the way Triton specialises a call (integers that are 1 or multiples of 16).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fxfuse.kernels import dlogits, stats, tiles  # noqa: E402
+from fxfuse.ops import cuda  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted"),
+]
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int8: "*i8",
+}
+# Compute capability -> its row in the table of tiles, and the least shared memory per block of that row's GPUs.
+TARGETS = {80: ("ampere", 99 << 10), 90: ("hopper", 227 << 10)}
+
+
+@dataclasses.dataclass
+class Launch:
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Recorder:
+    """Stands in a kernel's place and keeps what it is launched with."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert 0 < grid[0] < 2**31
+        return lambda *args, **options: self.launches.append(Launch(self.kernel, args, options))
+
+
+def record(monkeypatch: pytest.MonkeyPatch, generation: str, dtype: torch.dtype, rows: int, kind: str) -> list[Launch]:
+    """The launches of one ``linear_loss``: a ``plain`` cross entropy, ``all_options``, or those with ``odd_hidden``."""
+    everything = kind != "plain"
+    vocab, indexed = (50257, 3) if everything else (128256, 1)
+    hidden = 4095 if kind == "odd_hidden" else 4096
+    launches: list[Launch] = []
+    monkeypatch.setattr(tiles, "machine", lambda device: tiles.Machine(generation, 132))
+    for module, name in ((stats, "stats_kernel"), (stats, "merge_kernel"), (dlogits, "dlogits_kernel")):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cuda.linear_loss(
+        meta(rows, hidden, dtype=dtype),
+        meta(vocab, hidden, dtype=dtype),
+        meta(vocab, dtype=dtype) if everything else None,
+        meta(rows, indexed, dtype=torch.int64),
+        meta(vocab) if everything else None,
+        0.5 if everything else 1.0,
+        meta(rows),
+        meta(rows, indexed),
+        meta(rows) if everything else None,
+        True,
+        True,
+        everything,
+    )
+    # Further windows launch the same kernel again.
+    return list({launch.kernel.__name__: launch for launch in reversed(launches)}.values())
+
+
+def compile_ahead(launch: Launch, capability: int) -> Any:
+    """What ``launch`` would compile on a GPU of this ``capability``."""
+    options = {key: launch.options[key] for key in ("num_warps", "num_stages") if key in launch.options}
+    values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.options
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, values[parameter.name]
+        specialised = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialised and value == 1):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            signature[name] = POINTERS[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+        if isinstance(value, Tensor) or (specialised and value % 16 == 0):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def spills_in_product(cubin: bytes, folder: pathlib.Path) -> int:
+    """Accesses to spilled registers in the innermost loop that multiplies most; 0 where nothing can disassemble."""
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return 0
+    (folder / "kernel.cubin").write_bytes(cubin)
+    text = subprocess.run([tool, "-sass", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)
+    at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    loops = []
+    for i, (_, instruction) in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
+        if jump and at.get(int(jump[1], 16), i) < i:
+            loops.append((at[int(jump[1], 16)], i))
+    innermost = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+
+    def count(loop: tuple[int, int], names: str) -> int:
+        return sum(bool(re.search(rf"\b({names})\b", line)) for _, line in lines[loop[0] : loop[1] + 1])
+
+    product = max(innermost, key=lambda loop: count(loop, "HGMMA|HMMA|FFMA"))
+    assert count(product, "HGMMA|HMMA|FFMA") > 0
+    return count(product, "STL|LDL")
+
+
+# Every tile of the table, and every optional part of a kernel, but not every combination: this file is to be quick.
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CONFIGURATIONS = [
+    *((capability, BF16, rows, "plain") for capability in TARGETS for rows in (1, 64, 16384)),
+    *((capability, BF16, 16384, "all_options") for capability in TARGETS),
+    *((capability, FP32, rows, "plain") for capability in TARGETS for rows in (1, 64)),
+    *((capability, FP32, 16384, "all_options") for capability in TARGETS),
+    (90, FP16, 16384, "plain"),
+    (80, BF16, 1, "odd_hidden"),
+    (90, BF16, 16384, "odd_hidden"),
+    (80, FP32, 1, "odd_hidden"),
+    (90, FP32, 16384, "odd_hidden"),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype", "rows", "kind"), CONFIGURATIONS, ids=str)
+def test_compiles(
+    capability: int,
+    dtype: torch.dtype,
+    rows: int,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+) -> None:
+    generation, shared_memory = TARGETS[capability]
+    launches = record(monkeypatch, generation, dtype, rows, kind)
+    assert {launch.kernel.__name__ for launch in launches} == {"stats_kernel", "merge_kernel", "dlogits_kernel"}
+    for launch in launches:
+        compiled = compile_ahead(launch, capability)
+        assert compiled.asm["cubin"][:4] == b"\x7fELF"
+        assert compiled.metadata.shared <= shared_memory
+        if launch.kernel.__name__ != "merge_kernel":
+            # Spilling between products costs little; spilling inside them would cost everything.
+            assert spills_in_product(compiled.asm["cubin"], tmp_path) == 0, launch.kernel.__name__
