@@ -74,10 +74,11 @@ def linear_cross_entropy(
     rows = _rows(input)
     leading = input.shape[:-1]
     labels = target
-    if input.dim() > 2 and target.shape[: len(leading)] == leading:  # class indices or class probabilities
+    whole = isinstance(target, Tensor)  # anything else is eager's to refuse
+    if whole and input.dim() > 2 and target.shape[: len(leading)] == leading:  # class indices or class probabilities
         labels = target.flatten(0, len(leading) - 1)
     steps = [(F.cross_entropy, (labels,), options)]
-    loss = _read(rows, linear_weight, linear_bias, steps, labels.shape == rows.shape[:-1])
+    loss = _read(rows, linear_weight, linear_bias, steps, whole and labels.shape == rows.shape[:-1])
     return loss.reshape(leading) if reduction == "none" else loss
 
 
@@ -142,19 +143,30 @@ def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step]
     head = Head(input, weight, bias, False, hidden, vocab, dtype)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias))
     shape = (*input.shape[:-1], vocab)
-    # Autocast runs every one of the steps in float32.
-    autocast = torch.is_autocast_enabled(input.device.type)
-    out_dtype = torch.promote_types(dtype, torch.float32) if autocast else dtype
     value: Any = Logits(head, shape, len(shape) - 1, dtype, grad, trail=("linear",))
-    out = torch.empty(0, dtype=out_dtype, device="meta")
     try:
+        out = torch.empty(0, dtype=_out_dtype(dtype, input, steps), device="meta")
         for function, args, options in steps:
             call = Call(function.__name__, out, lambda handle: handle)
             value = TABLE[function](call, (value, *args), options)
     except Keep:
         return _eager(F.linear(input, weight, bias), steps)
     _, (result,) = compute(_EagerEmit(), head, (value,), in_checkpoint=False)
-    return result.to(out_dtype)
+    return result.to(out.dtype)
+
+
+def _out_dtype(dtype: torch.dtype, input: Tensor, steps: list[_Step]) -> torch.dtype:
+    """The dtype that ``steps`` turn logits of ``dtype`` into."""
+    if not torch.is_autocast_enabled(input.device.type):
+        return dtype
+
+    def single(t: Any) -> Any:
+        return t.new_zeros((1,) * t.dim()) if isinstance(t, Tensor) else t
+
+    # Which functions autocast converts depends on the device and the version: ask it, with one class and one row.
+    small = [(f, tuple(map(single, args)), {k: single(v) for k, v in options.items()}) for f, args, options in steps]
+    with torch.no_grad():
+        return _eager(input.new_zeros((1,) * input.dim(), dtype=dtype), small).dtype
 
 
 def _eager(value: Tensor, steps: list[_Step]) -> Tensor:

@@ -86,7 +86,7 @@ _KINDS = (
     Kind(
         "shape",
         "{detail}",
-        "give an index the shape of the logits in every dimension but the vocabulary; hold the weight in a Parameter",
+        "give indices the shape of the logits in all but the vocabulary, and weights a fixed shape, as a Parameter has",
     ),
     Kind(
         "internal_error",

@@ -60,6 +60,7 @@ for _name in ("linear_stats", "linear_stats_backward", "linear_loss"):
 
 def _is_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
     """The cleaned index, and which of its entries are neither classes nor ignored."""
+    index = index.contiguous()
     foreign = (index < 0) | (index >= vocab)
     if ignore_index is None:
         return index.clone(), foreign

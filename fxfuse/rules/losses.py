@@ -21,6 +21,7 @@ from ..algebra import (
     weigh,
     with_offset,
 )
+from ..compat import same
 from ..ops.contract import acc_dtype
 from . import Call, rule
 
@@ -62,6 +63,8 @@ def _class_index_loss(
         call.keep("dtype", f"{call.name} has targets of {labels.dtype}")
     if weight is not None:
         like = call.example(weight)
+        if like.dim() != 1 or not same(like.shape[0], input.head.vocab):
+            call.keep("shape", f"{call.name} has a class weight of shape {tuple(like.shape)}")
         if like.requires_grad:
             call.keep("unsupported_argument", f"{call.name} has a class weight that requires a gradient")
         if like.dtype not in (input.dtype, call.out.dtype):  # they differ under autocast alone
