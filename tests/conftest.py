@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+# The problems are small: more threads than one wait for each other more than they compute.
+torch.set_num_threads(1)
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 

@@ -1,0 +1,764 @@
+"""The ops ``torch.ops.fxfuse.*`` against their definitions (``ops.reference`` in float64) and against eager."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    DTYPE_IDS,
+    DTYPES,
+    SHAPES,
+    LargestTensor,
+    Problem,
+    assert_no_worse_than_eager,
+    doubled,
+    floor,
+    problem,
+    upstream,
+    value_and_grads,
+)
+from torch import Tensor
+from torch.library import opcheck
+
+import fxfuse  # noqa: F401
+from fxfuse import FxfuseError, ops
+from fxfuse.ops import chunked, reference
+from fxfuse.ops.contract import acc_dtype, stash_dtype
+
+STATISTICS = ("lse", "picked", "log_prob", "class_sum")
+inf, nan = float("inf"), float("nan")
+
+
+def some_index(p: Problem, columns: int) -> Tensor:
+    """[N, K]: the targets first, then other classes; every third row has no index in its last column."""
+    rows, vocab = p.target.shape[0], p.weight.shape[0]
+    offsets = torch.arange(columns, device=p.target.device) * 7
+    index = (p.target[:, None] + offsets) % vocab
+    index[::3, -1] = -1
+    return index.reshape(rows, columns)
+
+
+def stats_tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """Statistics are accumulated in float32 (float64): not a bit is lost to 16-bit operands."""
+    return {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+
+
+def eager_stats(
+    input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, class_weight: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The statistics as a careful user writes them: the projection in the operands' dtype, the rest in float32."""
+    if bias is not None:
+        bias = bias.to(input.dtype)
+    z = F.linear(input, weight, bias).to(acc_dtype(input.dtype)) * scale
+    at, indexed = index.clamp(min=0), index >= 0
+    picked = torch.where(indexed, z.gather(1, at), 0.0)
+    log_prob = torch.where(indexed, z.log_softmax(1).gather(1, at), 0.0)
+    class_sum = (z if class_weight is None else z * class_weight.to(z.dtype)).sum(1)
+    return z.logsumexp(1), picked, log_prob, class_sum
+
+
+# --- linear_stats ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip_unindexed", [False, True], ids=["every row", "skip"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_statistics_are_those_of_the_reference(
+    device: str, shape: tuple[int, int, int], dtype: torch.dtype, skip_unindexed: bool
+) -> None:
+    p = problem(*shape, dtype, device)
+    for columns, class_weight, bias, scale in ((1, p.class_weight, p.bias, 0.5), (3, None, None, -2.0)):
+        args = (p.input, p.weight, bias, some_index(p, columns), class_weight, scale, True, skip_unindexed)
+        actual = ops.linear_stats(*args)
+        expected = reference.linear_stats(*doubled(*args))
+        for name, a, e in zip(STATISTICS, actual, expected, strict=True):
+            tolerance = stats_tolerance(dtype)
+            if name == "class_sum":  # a sum of terms of both signs: its error grows with the root of their number
+                tolerance["atol"] *= math.sqrt(shape[2])
+            assert a.dtype == acc_dtype(dtype)
+            torch.testing.assert_close(a.double(), e, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_statistics_and_gradients_err_no_more_than_eager(
+    device: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    p = problem(*shape, dtype, device)
+    index = some_index(p, 2)
+
+    def with_op(*operands: Tensor) -> Any:
+        return ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False)
+
+    def with_eager(*operands: Tensor) -> Any:
+        return eager_stats(*operands, index, p.class_weight, 0.5)
+
+    operands = (p.input, p.weight, p.bias)
+    exact = value_and_grads(with_eager, *doubled(*operands))
+    # class_sum cancels, and is added up by BLAS: relative to what is left of it, the order of summation shows.
+    at_least = max(floor(shape, dtype), 4e-6 if dtype == torch.float32 and shape[2] > 10000 else 0.0)
+    assert_no_worse_than_eager(
+        value_and_grads(with_op, *operands), value_and_grads(with_eager, *operands), exact, at_least
+    )
+
+
+@pytest.mark.parametrize("read", STATISTICS)
+def test_each_statistic_alone_has_its_gradient(device: str, read: str) -> None:
+    p = problem(9, 4, 13, torch.float64, device)
+    index, which = some_index(p, 2), STATISTICS.index(read)
+
+    def one(stats: Any) -> Callable[..., Tensor]:
+        return lambda *operands: stats(*operands, index, p.class_weight, 1.5, True, False)[which]
+
+    actual = value_and_grads(one(ops.linear_stats), p.input, p.weight, p.bias)
+    expected = value_and_grads(one(reference.linear_stats), p.input, p.weight, p.bias)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
+
+
+def test_class_sum_is_empty_unless_asked_for(device: str) -> None:
+    p = problem(5, 4, 7, device=device)
+    assert ops.linear_stats(p.input, p.weight, None, some_index(p, 1), None, 1.0, False, False)[3].shape == (0,)
+
+
+def test_the_same_class_in_two_columns_counts_twice(device: str) -> None:
+    p = problem(4, 3, 6, torch.float64, device)
+
+    def picked(*columns: Tensor) -> Callable[[Tensor], Tensor]:
+        index = torch.stack(columns, 1)
+        return lambda input: ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False)[1].sum()
+
+    _, once = value_and_grads(picked(p.target), p.input)
+    _, twice = value_and_grads(picked(p.target, p.target), p.input)
+    torch.testing.assert_close(twice, 2 * once)
+    assert float(once.abs().sum()) > 0
+
+
+# --- linear_loss ----------------------------------------------------------------------------------------------
+
+
+def loss_arguments(p: Problem, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """index, c_lse, c_log_prob, c_class_sum, of the signs and sizes of a smoothed loss: its terms do not cancel.
+
+    Every fourth row has nothing but zeros.
+    """
+    acc, index = acc_dtype(p.input.dtype), some_index(p, columns)
+    c_lse, c_log_prob = (
+        upstream(p.input.new_empty(shape, dtype=acc)).abs() for shape in (index.shape[:1], index.shape)
+    )
+    c_class_sum = (c_lse.flip(0) - 2.0) / p.weight.shape[0]
+    c = (c_lse, -c_log_prob, c_class_sum)
+    for one in c:
+        one[1::4] = 0
+    return index, *c
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_loss_and_gradients_err_no_more_than_eager(
+    device: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    p = problem(*shape, dtype, device)
+    for columns, class_weight in ((1, p.class_weight), (2, None)):
+        index, c_lse, c_log_prob, c_class_sum = loss_arguments(p, columns)
+
+        def with_op(
+            *operands: Tensor, index=index, class_weight=class_weight, c=(c_lse, c_log_prob, c_class_sum)
+        ) -> Tensor:
+            return ops.linear_loss(*operands, index, class_weight, 0.5, *c, True, True, True)[0]
+
+        def with_eager(
+            *operands: Tensor, index=index, class_weight=class_weight, c=(c_lse, c_log_prob, c_class_sum)
+        ) -> Tensor:
+            lse, _, log_prob, class_sum = eager_stats(*operands, index, class_weight, 0.5)
+            # The coefficients are what makes the gradients here: float64 ones for float64 statistics.
+            c_lse, c_log_prob, c_class_sum = (one.to(lse.dtype) for one in c)
+            return (c_lse * lse).sum() + (c_log_prob * log_prob).sum() + (c_class_sum * class_sum).sum()
+
+        operands = (p.input, p.weight, p.bias)
+        exact = value_and_grads(with_eager, *doubled(*operands))
+        assert_no_worse_than_eager(
+            value_and_grads(with_op, *operands), value_and_grads(with_eager, *operands), exact, floor(shape, dtype)
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_made_gradients_are_those_of_the_reference(device: str, dtype: torch.dtype) -> None:
+    """Forward only: the op returns the gradients of its unscaled loss, in the stash dtype."""
+    p = problem(21, 8, 37, dtype, device)
+    index, *c = loss_arguments(p, 2)
+    args = (p.input, p.weight, p.bias, index, p.class_weight, -0.75, *c, True, True, True)
+    loss, *grads = ops.linear_loss(*args)
+    expected_loss, *expected_grads = reference.linear_loss(*doubled(*args))
+    torch.testing.assert_close(loss.double(), expected_loss, **stats_tolerance(dtype))
+    eps = torch.finfo(dtype).eps
+    for a, e in zip(grads, expected_grads, strict=True):
+        assert a.dtype == stash_dtype(dtype)
+        assert float((a.double() - e).norm() / e.norm()) < max(2 * eps, 2e-6 if dtype != torch.float64 else 1e-13)
+
+
+def test_float16_gradients_of_a_tiny_loss_do_not_underflow(device: str) -> None:
+    """A mean over many tokens has gradients below float16's smallest number, until the loss scale multiplies them."""
+    p = problem(6, 8, 11, torch.float16, device)
+    index, *c = loss_arguments(p, 1)
+    tiny, operands = 2.0**-24, tuple(t.requires_grad_() for t in (p.input, p.weight, p.bias))
+
+    def grads(share: float, loss_scale: float) -> tuple[Tensor, ...]:
+        scaled = [one * share for one in c]
+        loss = ops.linear_loss(*operands, index, None, 1.0, *scaled, True, True, True)[0]
+        return torch.autograd.grad(loss, operands, torch.tensor(loss_scale, device=device))
+
+    for small, plain in zip(grads(tiny, 1 / tiny), grads(1.0, 1.0), strict=True):
+        assert float(plain.float().abs().sum()) > 0
+        torch.testing.assert_close(small, plain, rtol=2e-3, atol=1e-5)
+
+
+def test_a_loss_without_coefficients_is_zero(device: str) -> None:
+    p = problem(5, 4, 7, torch.float64, device)
+    index, c_lse, c_log_prob, _ = loss_arguments(p, 1)
+    needs = (True, True, True)
+    zeros = (torch.zeros_like(c_lse), torch.zeros_like(c_log_prob), None)
+    for result in ops.linear_loss(p.input, p.weight, p.bias, index, None, 1.0, *zeros, *needs):
+        assert not result.any()
+    assert bool(ops.linear_loss(p.input, p.weight, p.bias, index, None, 1.0, c_lse, *zeros[1:], *needs)[0] != 0)
+
+
+def test_a_zero_coefficient_silences_a_statistic_that_is_not_finite(device: str) -> None:
+    """The target of each row is ruled out (its log-probability is -inf), but only the log-sum-exp is asked for."""
+    p = problem(4, 3, 6, device=device)
+    bias = p.bias.index_fill(0, torch.tensor([2], device=device), -inf)
+    index = torch.full((4, 1), 2, device=device)
+    c_lse, zero = torch.ones(4, device=device), torch.zeros(4, 1, device=device)
+    args = (index, None, 1.0, c_lse, zero, zero[:, 0], True, True, True)
+    loss, *grads = ops.linear_loss(p.input, p.weight, bias, *args)
+    torch.testing.assert_close(loss, F.linear(p.input, p.weight, bias).logsumexp(1).sum())
+    assert all(bool(g.isfinite().all()) for g in grads)
+    assert not grads[2][2]
+
+
+# --- both -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+def test_only_the_gradients_asked_for_are_made(device: str, needs: tuple[bool, bool, bool]) -> None:
+    p = problem(6, 4, 9, device=device)
+    index, *c = loss_arguments(p, 1)
+    operands = (p.input, p.weight, p.bias, index, None, 1.0)
+    g = (torch.ones_like(c[0]), torch.zeros_like(c[1]), None)
+    lse = ops.linear_stats(*operands, False, False)[0]
+    for run in (
+        lambda *n: ops.linear_loss(*operands, *c, *n)[1:],
+        lambda *n: ops.linear_stats_backward(*operands, lse, *g, *n),
+    ):
+        everything, some = run(True, True, True), run(*needs)
+        for whole, part, needed in zip(everything, some, needs, strict=True):
+            if needed:
+                torch.testing.assert_close(part, whole)
+            else:
+                assert part.shape == (0,)
+
+
+def test_frozen_operands_get_no_gradient(device: str) -> None:
+    p = problem(6, 4, 9, device=device)
+    index, *c = loss_arguments(p, 1)
+    weight = p.weight.requires_grad_()
+    for loss in (
+        ops.linear_loss(p.input, weight, p.bias, index, None, 1.0, *c, False, True, False)[0],
+        ops.linear_stats(p.input, weight, p.bias, index, None, 1.0, False, False)[0].sum(),
+    ):
+        loss.backward()
+        assert p.input.grad is None
+        assert p.bias.grad is None
+        assert weight.grad is not None
+        assert float(weight.grad.norm()) > 0
+        weight.grad = None
+
+
+def test_bias_keeps_its_own_dtype(device: str) -> None:
+    """A float32 bias beside bfloat16 operands is not rounded, and neither is its gradient."""
+    p = problem(64, 16, 33, torch.bfloat16, device)
+    bias = (p.bias.float() + 1e-3).requires_grad_()
+    index = some_index(p, 1)
+    lse, _, log_prob, _ = ops.linear_stats(p.input, p.weight, bias, index, None, 1.0, False, False)
+    (grad,) = torch.autograd.grad((lse.sum(), log_prob.sum()), bias)
+    exact_bias = bias.detach().double().requires_grad_()
+    exact = reference.linear_stats(p.input.double(), p.weight.double(), exact_bias, index, None, 1.0, False, False)
+    (exact_grad,) = torch.autograd.grad((exact[0].sum(), exact[2].sum()), exact_bias)
+    torch.testing.assert_close(lse.double(), exact[0], rtol=1e-5, atol=1e-5)
+    assert grad.dtype == torch.float32
+    # Its terms may come from 16-bit gradients of the logits (on a GPU); their sum may not be rounded to 16 bits.
+    assert float((grad.double() - exact_grad).norm() / exact_grad.norm()) < 2e-3
+
+
+def _garbage(like: Tensor, *shape: int) -> Tensor:
+    return like.new_full(shape, nan if like.is_floating_point() else 10**6)
+
+
+def _strided(t: Tensor) -> Tensor:
+    wide = _garbage(t, t.shape[0], 2 * t.shape[1] + 1)
+    wide[:, 1::2] = t
+    return wide[:, 1::2]
+
+
+def _transposed(t: Tensor) -> Tensor:
+    return t.t().contiguous().t()
+
+
+def _every_other_row(t: Tensor) -> Tensor:
+    tall = _garbage(t, 2 * t.shape[0], t.shape[1])
+    tall[::2] = t
+    return tall[::2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("layout", [_strided, _transposed, _every_other_row])
+def test_memory_layout_does_not_matter(device: str, layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    p = problem(19, 8, 37, dtype, device)
+    index, *c = loss_arguments(p, 3)
+
+    def run(input: Tensor, weight: Tensor, vector: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        bias, class_weight = vector(p.bias), vector(p.class_weight)
+
+        def both(*operands: Tensor) -> tuple[Tensor, ...]:
+            own = layout(index) if vector is not torch.clone else index
+            loss = ops.linear_loss(*operands, own, class_weight, 0.5, *c, True, True, True)[0]
+            return loss, *ops.linear_stats(*operands, own, class_weight, 0.5, True, False)
+
+        return value_and_grads(both, input, weight, bias)
+
+    plain = run(p.input, p.weight, torch.clone)
+    assert not layout(p.input).is_contiguous()
+    other = run(layout(p.input), layout(p.weight), lambda t: torch.stack((t, t), 1)[:, 0])
+    tolerance = {"rtol": 1.6e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for a, e in zip(other, plain, strict=True):
+        torch.testing.assert_close(a, e, **tolerance)
+
+
+def test_expanded_operands(device: str) -> None:
+    """All rows and all upstream gradients one and the same memory."""
+    p = problem(1, 6, 11, torch.float64, device)
+    index = p.target[:, None].expand(5, 1)
+
+    def lse(input: Tensor) -> Tensor:
+        stats = ops.linear_stats(input.expand(5, 6), p.weight, p.bias[:1].expand(11), index, None, 1.0, False, False)
+        return stats[2].sum()
+
+    def eager(input: Tensor) -> Tensor:
+        z = F.linear(input.expand(5, 6), p.weight, p.bias[:1].expand(11))
+        return z.log_softmax(1).gather(1, index).sum()
+
+    for a, e in zip(value_and_grads(lse, p.input), value_and_grads(eager, p.input), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_autocast_does_not_reach_inside(device: str) -> None:
+    p = problem(16, 32, 65, device=device)
+    index, *c = loss_arguments(p, 1)
+
+    def both(*operands: Tensor) -> tuple[Tensor, ...]:
+        loss = ops.linear_loss(*operands, index, p.class_weight, 1.0, *c, True, True, True)[0]
+        return loss, *ops.linear_stats(*operands, index, p.class_weight, 1.0, True, False)
+
+    plain = value_and_grads(both, p.input, p.weight, p.bias)
+    with torch.autocast(device, torch.bfloat16):
+        inside = value_and_grads(both, p.input, p.weight, p.bias)
+    for a, e in zip(inside, plain, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)
+
+
+def test_operands_are_not_written_to(device: str) -> None:
+    p = problem(9, 4, 21, device=device)
+    index, *c = loss_arguments(p, 2)
+    given = (p.input, p.weight, p.bias, index, p.class_weight, *c)
+    before = [t.clone() for t in given]
+    loss = ops.linear_loss(*given[:5], 1.0, *c, True, True, True)
+    lse, *_ = ops.linear_stats(*given[:5], 1.0, True, False)
+    ops.linear_stats_backward(*given[:5], 1.0, lse, *c, True, True, True)
+    ops.check_index(index.clamp(min=0), 21, 3)
+    assert len(loss) == 4
+    for now, then in zip(given, before, strict=True):
+        assert torch.equal(now, then)
+
+
+# --- numbers at the edge --------------------------------------------------------------------------------------
+
+
+def exact_logits(logits: Tensor, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """An input and a weight whose product is ``logits`` without any rounding."""
+    rows = logits.shape[0]
+    return torch.eye(rows, dtype=dtype, device=device), logits.t().contiguous().to(device, dtype)
+
+
+def check_row_gradients(logits: Tensor, target: Tensor, device: str, dtype: torch.dtype) -> None:
+    """Statistics and their gradients of given logits, against log_softmax and autograd in float64."""
+    input, weight = exact_logits(logits, device, dtype)
+    target = target.to(device)[:, None]
+
+    def with_op(input: Tensor, weight: Tensor) -> Any:
+        lse, _, log_prob, _ = ops.linear_stats(input, weight, None, target, None, 1.0, False, False)
+        return lse, log_prob
+
+    def with_eager(input: Tensor, weight: Tensor) -> Any:
+        z = (input @ weight.t()).to(acc_dtype(input.dtype))
+        return z.logsumexp(1), z.log_softmax(1).gather(1, target)
+
+    exact = value_and_grads(with_eager, input.double(), weight.double())
+    # In float64 eager is its own judge, and one rounding of a log-sum-exp of 8192 is 1e-12 of a probability.
+    at_least = 1e-12 if dtype == torch.float64 else None
+    assert_no_worse_than_eager(
+        value_and_grads(with_op, input, weight), value_and_grads(with_eager, input, weight), exact, at_least
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_huge_logits(device: str, dtype: torch.dtype) -> None:
+    """1e4 overflows exp in every dtype; the differences that matter are small."""
+    logits = torch.tensor([[8192.0, 8200.0, 8184.0, -8192.0], [-8192.0, -8200.0, -8192.0, -8208.0]]).repeat(4, 9)
+    check_row_gradients(logits, torch.arange(8) % 4, device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_a_target_far_below_the_maximum(device: str, dtype: torch.dtype) -> None:
+    """Its probability is zero in float32, its log-probability is not."""
+    logits = torch.zeros(3, 17)
+    logits[:, 5] = torch.tensor([128.0, 256.0, 4096.0])
+    check_row_gradients(logits, torch.tensor([0, 3, 16]), device, dtype)
+    input, weight = exact_logits(logits, device, dtype)
+    index = torch.tensor([[0], [3], [16]], device=device)
+    log_prob = ops.linear_stats(input, weight, None, index, None, 1.0, False, False)[2]
+    torch.testing.assert_close(log_prob[:, 0].cpu().double(), torch.tensor([-128.0, -256.0, -4096.0]).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_the_log_probability_of_a_likely_class_does_not_cancel(device: str, dtype: torch.dtype) -> None:
+    """With a maximum of 1e3, picked - lse would be off by 1e-4; the probabilities here are near one."""
+    logits = torch.full((4, 5), 1000.0)
+    logits[:, 2] += torch.tensor([8.0, 4.0, 16.0, 0.0])
+    check_row_gradients(logits, torch.full((4,), 2), device, dtype)
+    input, weight = exact_logits(logits, device, dtype)
+    index = torch.full((4, 1), 2, device=device)
+    log_prob = ops.linear_stats(input, weight, None, index, None, 1.0, False, False)[2]
+    exact = logits.double().log_softmax(1)[:, 2]
+    torch.testing.assert_close(log_prob[:, 0].cpu().double(), exact, rtol=1e-3, atol=2e-7)
+
+
+def test_masked_classes(device: str) -> None:
+    """A bias of -inf rules a class out: its gradient is zero and the others are as if it were not there."""
+    p = problem(12, 8, 40, device=device)
+    barred = torch.tensor([0, 7, 39], device=device)
+    bias = p.bias.index_fill(0, barred, -inf)
+    target = torch.where(torch.isin(p.target, barred), 1, p.target)[:, None]
+
+    def with_op(input: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        lse, _, log_prob, _ = ops.linear_stats(input, weight, bias, target, None, 1.0, False, False)
+        return lse, log_prob
+
+    def with_eager(input: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        z = F.linear(input, weight, bias)
+        return z.logsumexp(1), z.log_softmax(1).gather(1, target)
+
+    operands = (p.input, p.weight, bias)
+    actual = value_and_grads(with_op, *operands)
+    assert_no_worse_than_eager(
+        actual, value_and_grads(with_eager, *operands), value_and_grads(with_eager, *doubled(*operands))
+    )
+    assert not actual[-1][barred].any()
+    assert bool(actual[-1][p.target[0]] != 0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[-inf, 1.0, 2.0], [-inf, -inf, -inf], [inf, 1.0, 2.0], [inf, -inf, 0.0], [nan, 1.0, 2.0], [1.0, nan, 2.0]],
+    ids=str,
+)
+def test_statistics_of_rows_that_are_not_finite(device: str, row: list[float]) -> None:
+    """As eager's logsumexp and log_softmax, and the finite row beside them is untouched."""
+    bias = torch.tensor(row, device=device)
+    input, weight = torch.zeros(2, 4, device=device), torch.ones(3, 4, device=device)
+    index = torch.tensor([[0, 1], [2, 0]], device=device)
+    lse, picked, log_prob, _ = ops.linear_stats(input, weight, bias, index, None, 1.0, False, False)
+    z = bias.expand(2, 3)
+    exact = {"equal_nan": True, "rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(picked, z.gather(1, index), **exact)
+    torch.testing.assert_close(lse, z.logsumexp(1), **exact)
+    torch.testing.assert_close(log_prob, z.log_softmax(1).gather(1, index), **exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+@pytest.mark.parametrize("op", ["loss", "stats"])
+def test_a_row_that_counts_for_nothing_contributes_nothing(
+    device: str, op: str, bad: float, dtype: torch.dtype
+) -> None:
+    """Whatever its hidden states: eager's weight gradient is NaN here, the contract says exactly zero."""
+    p = problem(10, 8, 21, dtype, device)
+    index = p.target[:, None].clone()
+    index[[2, 7]] = -1
+    c_lse = torch.zeros(10, dtype=acc_dtype(dtype), device=device)
+    c_log_prob = torch.full((10, 1), -0.1, dtype=acc_dtype(dtype), device=device)
+
+    def run(input: Tensor, at: Tensor, rows: int) -> list[Tensor]:
+        def loss(*operands: Tensor) -> Tensor:
+            if op == "loss":
+                coefficients = (c_lse[:rows], c_log_prob[:rows], None)
+                return ops.linear_loss(*operands, at, None, 1.0, *coefficients, True, True, True)[0]
+            return (ops.linear_stats(*operands, at, None, 1.0, False, True)[2] * c_log_prob[:rows]).sum()
+
+        return value_and_grads(loss, input, p.weight, p.bias)
+
+    counted = [i for i in range(10) if i not in (2, 7)]
+    poisoned = p.input.clone()
+    poisoned[[2, 7]] = bad
+    value, d_input, d_weight, d_bias = run(poisoned, index, 10)
+    without = run(p.input[counted], index[counted], 8)
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    for a, e in zip((value, d_input[counted], d_weight, d_bias), without, strict=True):
+        torch.testing.assert_close(a, e, **tolerance)
+    assert not d_input[[2, 7]].any()
+
+
+# --- check_index ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 4, 9, 2**40])
+def test_check_index_replaces_the_ignored_class(device: str, ignore_index: int) -> None:
+    index = torch.tensor([ignore_index, 1, 4, 0, ignore_index], device=device)
+    clean = ops.check_index(index, 5, ignore_index)
+    expected = [-1 if i == ignore_index else i for i in index.tolist()]
+    assert clean.tolist() == expected
+    assert expected.count(-1) >= 2
+
+
+def test_check_index_returns_memory_of_its_own(device: str) -> None:
+    index = torch.arange(12, device=device).reshape(3, 4).t()
+    for ignore_index in (None, -100):
+        clean = ops.check_index(index, 12, ignore_index)
+        assert clean.is_contiguous()
+        assert clean.data_ptr() != index.data_ptr()
+        assert torch.equal(clean, index)
+    assert ops.check_index(index[:0], 12, None).shape == (0, 3)
+
+
+@pytest.mark.parametrize("bad", [-1, 5, -100, 2**62, -(2**62)])
+def test_check_index_refuses_foreign_classes(bad: int) -> None:
+    """On CUDA it is a device assertion, which ends the process: test_functional has it."""
+    index = torch.tensor([[0, bad], [4, 1]])
+    with pytest.raises(RuntimeError, match=f"index {bad} is out of bounds for dimension 1 with size 5"):
+        ops.check_index(index, 5, None)
+    with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
+        ops.check_index(index, 5, 3)
+    assert ops.check_index(index, 5, bad).tolist() == [[0, -1], [4, 1]]
+
+
+@pytest.mark.parametrize("bad", [5, 2**40])
+def test_an_unchecked_index_touches_no_foreign_memory(bad: int) -> None:
+    p = problem(3, 4, 5)
+    index = torch.tensor([[0], [bad], [1]])
+    _, c_lse, c_log_prob, _ = loss_arguments(p, 1)
+    with pytest.raises((RuntimeError, IndexError)):
+        ops.linear_stats(p.input, p.weight, None, index, None, 1.0, False, False)
+    with pytest.raises((RuntimeError, IndexError)):
+        ops.linear_loss(p.input, p.weight, None, index, None, 1.0, c_lse + 1, c_log_prob + 1, None, True, True, False)
+    lse, g = torch.zeros(3), torch.ones(3, 1)
+    with pytest.raises((RuntimeError, IndexError)):
+        ops.linear_stats_backward(p.input, p.weight, None, index, None, 1.0, lse, lse, g, None, True, True, False)
+
+
+# --- autograd -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("class_weight", [False, True], ids=["ones", "class_weight"])
+def test_gradcheck_of_linear_stats(device: str, class_weight: bool) -> None:
+    p = problem(4, 3, 5, torch.float64, device)
+    index = some_index(p, 2)
+    index[1] = index[1, 0]  # the same class twice
+    c = p.class_weight if class_weight else None
+    leaves = [t.requires_grad_() for t in (p.input, p.weight, p.bias)]
+    assert torch.autograd.gradcheck(lambda x, w, b: ops.linear_stats(x, w, b, index, c, -0.7, True, False), leaves)
+
+
+def test_gradcheck_of_linear_loss(device: str) -> None:
+    p = problem(4, 3, 5, torch.float64, device)
+    index, *c = loss_arguments(p, 2)
+    leaves = [t.requires_grad_() for t in (p.input, p.weight, p.bias)]
+
+    def loss(*operands: Tensor) -> Tensor:
+        return ops.linear_loss(*operands, index, p.class_weight, -0.7, *c, True, True, True)[0]
+
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+@pytest.mark.parametrize("op", ["loss", "stats"])
+def test_a_second_backward_through_a_retained_graph(device: str, op: str) -> None:
+    p = problem(7, 4, 11, torch.float64, device)
+    index, *c = loss_arguments(p, 1)
+    leaves = [t.requires_grad_() for t in (p.input, p.weight, p.bias)]
+    if op == "loss":
+        loss = ops.linear_loss(*leaves, index, None, 1.0, *c, True, True, True)[0]
+    else:
+        loss = ops.linear_stats(*leaves, index, None, 1.0, False, False)[2].square().sum()
+    first = torch.autograd.grad(loss, leaves, torch.tensor(-3.0).to(loss), retain_graph=True)
+    second = torch.autograd.grad(loss, leaves, torch.tensor(6.0).to(loss), retain_graph=True)
+    third = torch.autograd.grad(loss, leaves, torch.tensor(-3.0).to(loss))
+    for a, b, e in zip(first, second, third, strict=True):
+        assert float(a.norm()) > 0
+        torch.testing.assert_close(b, -2 * a)
+        torch.testing.assert_close(e, a)
+
+
+def test_what_has_no_derivative_is_refused(device: str) -> None:
+    p = problem(4, 3, 5, device=device)
+    index, *c = loss_arguments(p, 1)
+    input = p.input.clone().requires_grad_()
+    made = (True, False, False)
+    for loss in (
+        ops.linear_loss(input, p.weight, None, index, None, 1.0, *c, *made)[0],
+        ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False)[0].sum(),
+    ):
+        with pytest.raises(FxfuseError, match="second derivative"):
+            torch.autograd.grad(loss, input, create_graph=True)
+    class_weight = p.class_weight.clone().requires_grad_()
+    with pytest.raises(FxfuseError, match="class_weight"):
+        ops.linear_stats(p.input, p.weight, None, index, class_weight, 1.0, True, False)
+    with pytest.raises(FxfuseError, match="class_weight"):
+        ops.linear_loss(p.input, p.weight, None, index, class_weight, 1.0, *c, False, False, False)
+    for at, name in enumerate(("c_lse", "c_log_prob", "c_class_sum")):
+        differentiable = [one.clone().requires_grad_(i == at) for i, one in enumerate(c)]
+        with pytest.raises(FxfuseError, match=name):
+            ops.linear_loss(p.input, p.weight, None, index, None, 1.0, *differentiable, False, False, False)
+    with pytest.raises(FxfuseError, match="need_input"):
+        ops.linear_loss(input, p.weight, None, index, None, 1.0, *c, False, True, False)
+
+
+# --- opcheck --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("op", ["linear_stats", "linear_loss", "linear_stats_backward"])
+def test_opcheck(device: str, op: str, grad: bool, dtype: torch.dtype) -> None:
+    p = problem(5, 4, 7, dtype, device)
+    for bias, class_weight in ((p.bias, p.class_weight), (None, None)):
+        index, c_lse, c_log_prob, c_class_sum = loss_arguments(p, 2)
+        operands = [t if t is None else t.detach().clone().requires_grad_(grad) for t in (p.input, p.weight, bias)]
+        shared = (*operands, index, class_weight, 0.5)
+        needs = (grad, grad, grad and bias is not None)
+        if op == "linear_stats":
+            opcheck(ops.linear_stats, (*shared, bias is not None, True))
+        elif op == "linear_loss":
+            opcheck(ops.linear_loss, (*shared, c_lse, c_log_prob, None if bias is None else c_class_sum, *needs))
+        else:
+            plain = (*(None if t is None else t.detach() for t in operands), index, class_weight, 0.5)
+            lse = ops.linear_stats(*plain, False, False)[0]
+            g = (c_lse, c_log_prob, None if bias is None else c_class_sum)
+            opcheck(ops.linear_stats_backward, (*plain, lse, *g, *needs))
+
+
+@pytest.mark.parametrize("ignore_index", [None, 2])
+def test_opcheck_of_check_index(device: str, ignore_index: int | None) -> None:
+    index = torch.tensor([[0, 2, 4], [3, 1, 2]], device=device)
+    opcheck(ops.check_index, (index, 5, ignore_index))
+    opcheck(ops.check_index, (index.t(), 5, ignore_index))
+
+
+# --- chunks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[(1, 1), (2, 3), (5, 7), (6, 4), (100, 1000)], ids=lambda p: f"{p[0]} rows, {p[1]} classes")
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """At most so many rows a chunk and so many classes converted at a time, for V = 23 and D = 4."""
+    rows, classes = request.param
+    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", rows * 23 * 4)
+    monkeypatch.setattr(chunked, "CAST_ELEMENTS", classes * 4)
+    return rows, classes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_chunk_boundaries_do_not_show(device: str, chunks: tuple[int, int], dtype: torch.dtype) -> None:
+    p = problem(13, 4, 23, dtype, device)
+    index, *c = loss_arguments(p, 2)
+    index[[0, 5, 6, 12]] = -1
+    head = (p.input, p.weight, p.bias, index, p.class_weight, 0.5)
+    needs = (True, True, True)
+    for skip in (False, True):
+        actual = chunked.linear_stats(*head, True, skip)
+        expected = reference.linear_stats(*doubled(*head), True, skip)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a.double(), e, **stats_tolerance(dtype))
+    rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": stats_tolerance(dtype)["atol"] * 10}
+    exact_lse = reference.linear_stats(*doubled(*head), True, False)[0]
+    actual = chunked.linear_stats_backward(*head, exact_lse.to(c[0].dtype), *c, *needs)
+    expected = reference.linear_stats_backward(*doubled(*head), exact_lse, *doubled(*c), *needs)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, **rounding)
+    actual = chunked.linear_loss(*head, *c, *needs)
+    expected = reference.linear_loss(*doubled(*head), *doubled(*c), *needs)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, **rounding)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_no_operation_inside_makes_the_logits(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, hidden, vocab, step = 96, 8, 211, 4
+    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", step * vocab * torch.finfo(acc_dtype(dtype)).bits // 8)
+    monkeypatch.setattr(chunked, "CAST_ELEMENTS", 16 * hidden)
+    p = problem(rows, hidden, vocab, dtype, device)
+    index, *c = loss_arguments(p, 2)
+    head = (p.input, p.weight, p.bias, index, p.class_weight, 0.5)
+    needs = (True, True, True)
+    lse = chunked.linear_stats(*head, True, False)[0]
+    calls = {
+        "linear_stats": lambda module: module.linear_stats(*head, True, False),
+        "linear_stats_backward": lambda module: module.linear_stats_backward(*head, lse, *c, *needs),
+        "linear_loss": lambda module: module.linear_loss(*head, *c, *needs),
+    }
+    assert max(step * vocab, rows * hidden, vocab * hidden) < rows * vocab / 8
+    for name, call in calls.items():
+        with LargestTensor() as ours:
+            call(chunked)
+        # Of the weight's size there are its gradient and views of it, but no copy converted from 16 bits.
+        weight_sized = name != "linear_stats" or dtype == acc_dtype(dtype)
+        largest_wanted = max(step * vocab, rows * hidden, vocab * hidden if weight_sized else 0)
+        assert step * vocab <= ours.elements <= largest_wanted, f"{name}: {ours.op} makes {ours.elements} elements"
+        with LargestTensor() as control:
+            call(reference)
+        assert control.elements >= rows * vocab, "the spy does not see logits where they are made"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures the memory of a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_memory_on_a_gpu_stays_below_the_logits(dtype: torch.dtype) -> None:
+    """Forward and backward, beyond operands and gradients: under a quarter of one copy of the logits."""
+    rows, hidden, vocab = 16384, 64, 131071
+    itemsize = torch.finfo(acc_dtype(dtype)).bits // 8
+    p = problem(rows, hidden, vocab, dtype, "cuda")
+    index, *c = loss_arguments(p, 1)
+    leaves = [t.requires_grad_() for t in (p.input, p.weight, p.bias)]
+    logits = rows * vocab * torch.finfo(dtype).bits // 8
+    gradients = 3 * itemsize * (p.input.numel() + p.weight.numel() + p.bias.numel())
+
+    def loss() -> Tensor:
+        return ops.linear_loss(*leaves, index, None, 1.0, *c, True, True, True)[0]
+
+    def stats() -> Tensor:
+        return ops.linear_stats(*leaves, index, None, 1.0, False, False)[2].sum()
+
+    for run in (loss, stats):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(run(), leaves)
+        torch.cuda.synchronize()
+        extra = torch.cuda.max_memory_allocated() - before - gradients
+        assert math.isfinite(float(grads[0].double().norm()))
+        assert extra < logits / 4, f"{run.__name__}: {extra >> 20} MiB beside logits of {logits >> 20} MiB"
