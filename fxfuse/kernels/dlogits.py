@@ -22,6 +22,7 @@ def dlogits_kernel(
     index,  # [rows, K] int64
     class_weight,  # [V] or None
     lse,  # [rows] float32
+    residual,  # [rows] float32
     g_lse,  # [rows] float32
     g_picked,  # [rows, K] float32
     g_class_sum,  # [rows] float32, or None
@@ -88,7 +89,9 @@ def dlogits_kernel(
         BLOCK_VOCAB,
         BLOCK_HIDDEN,
     )
-    g = row_g[:, None] * tl.exp(z - tl.load(lse + row, mask=in_rows, other=0.0)[:, None])
+    # z - lse is exact where it matters, and only then is the residual not lost beside it.
+    log_p = z - tl.load(lse + row, mask=in_rows, other=0.0)[:, None]
+    g = row_g[:, None] * tl.exp(log_p - tl.load(residual + row, mask=in_rows, other=0.0)[:, None])
     for k in range(indexed):
         at = row64 * indexed + k
         local = tl.load(index + at, mask=in_rows, other=-1) - first_class - tile_start
@@ -124,6 +127,7 @@ def write_dlogits(
     class_weight: Tensor | None,
     scale: float,
     lse: Tensor,
+    residual: Tensor,
     g_lse: Tensor,
     g_picked: Tensor,
     g_class_sum: Tensor | None,
@@ -133,9 +137,9 @@ def write_dlogits(
 
     ``weight``, ``bias [W]`` and ``class_weight [W]`` are the classes from ``first_class`` on; ``index [C, K]`` counts
     from class 0. ``dz`` is ``[C, W]`` in the operands' dtype, with unit column stride and a row stride that is a
-    multiple of ``PAD`` and at least W; columns between W and the next multiple of ``PAD`` are overwritten. ``lse [C]``,
-    ``g_lse [C]``, ``g_picked [C, K]``, ``g_class_sum [C]`` and the one-element ``factor`` are float32. ``x`` and
-    ``weight`` may have any strides, the rest is contiguous.
+    multiple of ``PAD`` and at least W; columns between W and the next multiple of ``PAD`` are overwritten. ``lse``,
+    ``residual``, ``g_lse`` and ``g_class_sum`` ``[C]``, ``g_picked [C, K]`` and the one-element ``factor`` are float32.
+    ``x`` and ``weight`` may have any strides, the rest is contiguous.
     """
     (rows, hidden), vocab = x.shape, weight.shape[0]
     shape = tiles.tile(x, weight)
@@ -146,6 +150,7 @@ def write_dlogits(
         index,
         class_weight,
         lse,
+        residual,
         g_lse,
         g_picked,
         g_class_sum,

@@ -144,6 +144,7 @@ def merge_kernel(
     index,  # [rows, K] int64
     wanted,  # [rows] int8, or None for all
     lse,  # [rows] float32, out
+    residual,  # [rows] float32, out
     picked,  # [rows, K] float32: read where the index is a class, zeroed elsewhere
     log_prob,  # [rows, K] float32, out
     class_sum,  # [rows] float32, out, or None
@@ -177,12 +178,17 @@ def merge_kernel(
             weighted += tl.sum(tl.load(part_class_sum + part, mask=inside, other=0.0), 0)
 
     log_s = tl.log(s)
-    row_lse = finite_or_zero(m) + log_s
+    shift = finite_or_zero(m)
+    row_lse = shift + log_s
+    # What the rounding of that sum lost (Dekker's fast two-sum: |shift| is the larger wherever it matters).
+    row_residual = tl.where(tl.abs(row_lse) < float("inf"), (shift - row_lse) + log_s, 0.0)
     if wanted is not None:
         row_wanted = tl.load(wanted + row, mask=in_rows, other=0) != 0
         row_lse = tl.where(row_wanted, row_lse, 0.0)
+        row_residual = tl.where(row_wanted, row_residual, 0.0)
         weighted = tl.where(row_wanted, weighted, 0.0)
     tl.store(lse + row, row_lse, mask=in_rows)
+    tl.store(residual + row, row_residual, mask=in_rows)
     if class_sum is not None:
         tl.store(class_sum + row, weighted, mask=in_rows)
     for k in range(indexed):
@@ -206,8 +212,8 @@ def row_stats(
     scale: float,
     want_class_sum: bool,
     wanted: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``lse [N]``, ``picked [N, K]``, ``log_prob [N, K]`` and ``class_sum [N]`` (or empty), all float32.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``lse [N]``, ``picked``, ``log_prob [N, K]``, ``class_sum [N]`` (or empty) and ``residual [N]``, all float32.
 
     ``x [N, D]`` and ``weight [V, D]`` may have any strides; ``index [N, K]``, ``bias [V]``, ``class_weight [V]`` and
     ``wanted [N]`` (bool; rows outside it get zeros; None for all) are contiguous.
@@ -218,9 +224,9 @@ def row_stats(
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     lse, picked, log_prob = empty(rows), empty(rows, indexed), empty(rows, indexed)
-    class_sum = empty(rows if want_class_sum else 0)
+    class_sum, residual = empty(rows if want_class_sum else 0), empty(rows)
     if rows == 0:
-        return lse, picked, log_prob, class_sum
+        return lse, picked, log_prob, class_sum, residual
 
     shape = tiles.tile(x, weight)
     row_blocks, vocab_tiles = triton.cdiv(rows, shape.rows), triton.cdiv(vocab, shape.vocab)
@@ -268,6 +274,7 @@ def row_stats(
         index,
         wanted,
         lse,
+        residual,
         picked,
         log_prob,
         class_sum if want_class_sum else None,
@@ -279,4 +286,4 @@ def row_stats(
         BLOCK_ROWS=MERGE_ROWS,
         num_warps=4,
     )
-    return lse, picked, log_prob, class_sum
+    return lse, picked, log_prob, class_sum, residual

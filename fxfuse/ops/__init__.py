@@ -24,9 +24,9 @@ _NEEDS = "bool need_input, bool need_weight, bool need_bias"
 
 for _schema in (
     "check_index(Tensor index, SymInt vocab, int? ignore_index) -> Tensor",
-    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed) -> (Tensor, Tensor, Tensor, Tensor)",
-    f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor g_lse, Tensor g_picked, Tensor? g_class_sum, {_NEEDS})"
-    " -> (Tensor, Tensor, Tensor)",
+    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
+    f" Tensor? g_class_sum, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
     f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 ):
@@ -105,7 +105,7 @@ def _linear_stats_fake(
     skip_unindexed: bool,
 ) -> tuple[Tensor, ...]:
     rows, acc = input.shape[0], acc_dtype(input.dtype)
-    shapes = ((rows,), index.shape, index.shape, (rows,) if want_class_sum else (0,))
+    shapes = ((rows,), index.shape, index.shape, (rows,) if want_class_sum else (0,), (rows,))
     return tuple(input.new_empty(shape, dtype=acc) for shape in shapes)
 
 
@@ -128,6 +128,7 @@ def _linear_stats_backward_fake(
     class_weight: Tensor | None,
     scale: float,
     lse: Tensor,
+    residual: Tensor,
     g_lse: Tensor,
     g_picked: Tensor,
     g_class_sum: Tensor | None,
@@ -174,14 +175,20 @@ def _stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     _refuse_differentiable(ctx, {4: "class_weight"}, "linear_stats")
     ctx.set_materialize_grads(False)
     ctx.scale, ctx.want_class_sum = scale, want_class_sum
-    ctx.save_for_backward(input, weight, bias, index, class_weight, output[0])
+    ctx.save_for_backward(input, weight, bias, index, class_weight, output[0], output[4])
+    ctx.mark_non_differentiable(output[4])
 
 
 def _stats_backward(
-    ctx: Any, g_lse: Tensor | None, g_picked: Tensor | None, g_log_prob: Tensor | None, g_class_sum: Tensor | None
+    ctx: Any,
+    g_lse: Tensor | None,
+    g_picked: Tensor | None,
+    g_log_prob: Tensor | None,
+    g_class_sum: Tensor | None,
+    g_residual: None,
 ) -> tuple[Any, ...]:
     _refuse_second_order("linear_stats")
-    input, weight, bias, index, class_weight, lse = ctx.saved_tensors
+    input, weight, bias, index, class_weight, lse, residual = ctx.saved_tensors
     nothing = (None,) * 5
     g_class_sum = g_class_sum if ctx.want_class_sum else None
     if g_lse is None and g_picked is None and g_log_prob is None and g_class_sum is None:
@@ -194,7 +201,7 @@ def _stats_backward(
         g_picked = g_picked + g_log_prob
     needs = ctx.needs_input_grad[:3]
     grads = linear_stats_backward(
-        input, weight, bias, index, class_weight, ctx.scale, lse, g_lse, g_picked, g_class_sum, *needs
+        input, weight, bias, index, class_weight, ctx.scale, lse, residual, g_lse, g_picked, g_class_sum, *needs
     )
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), *nothing
 

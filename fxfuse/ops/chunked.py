@@ -61,6 +61,7 @@ class _Head(NamedTuple):
 
 class _RowStats(NamedTuple):
     lse: Tensor
+    residual: Tensor
     picked: Tensor
     log_prob: Tensor
     class_sum: Tensor | None
@@ -80,7 +81,9 @@ def _exponentiate(z: Tensor, index: Tensor, class_weight: Tensor | None, want_cl
     total = z.sub_(shift[:, None]).exp_().sum(1)
     # top - top is NaN for an infinite maximum, where log_softmax is NaN too.
     log_prob = (picked - top[:, None]) - (total.log() + (top - top))[:, None]
-    return _RowStats(shift + total.log(), picked, torch.where(indexed, log_prob, 0.0), class_sum, total)
+    lse = shift + total.log()
+    residual = (shift - lse + total.log()).nan_to_num_(0.0)
+    return _RowStats(lse, residual, picked, torch.where(indexed, log_prob, 0.0), class_sum, total)
 
 
 class _Upstream(NamedTuple):
@@ -172,25 +175,28 @@ def linear_stats(
     scale: float,
     want_class_sum: bool,
     skip_unindexed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     head = _Head.of(input, weight, bias, scale)
     rows = input.shape[0]
     c = None if class_weight is None else class_weight.to(head.acc)
     lse = input.new_zeros((rows,), dtype=head.acc)
+    residual = torch.zeros_like(lse)
     picked = input.new_zeros(index.shape, dtype=head.acc)
     log_prob = input.new_zeros(index.shape, dtype=head.acc)
     class_sum = gradient_or_none((rows,), input, head.acc, want_class_sum)
     wanted = (index >= 0).any(1) if skip_unindexed else None
     for chunk in _chunks(head, input, index, wanted):
         stats = _exponentiate(chunk.z, chunk.index, c, want_class_sum)
-        lse[chunk.at], picked[chunk.at], log_prob[chunk.at] = stats.lse, stats.picked, stats.log_prob
+        lse[chunk.at], residual[chunk.at] = stats.lse, stats.residual
+        picked[chunk.at], log_prob[chunk.at] = stats.picked, stats.log_prob
         if stats.class_sum is not None:
             class_sum[chunk.at] = stats.class_sum
     if wanted is not None:
         lse.masked_fill_(~wanted, 0)
+        residual.masked_fill_(~wanted, 0)
         if want_class_sum:
             class_sum.masked_fill_(~wanted, 0)
-    return lse, picked, log_prob, class_sum
+    return lse, picked, log_prob, class_sum, residual
 
 
 def linear_loss(
@@ -233,6 +239,7 @@ def linear_stats_backward(
     class_weight: Tensor | None,
     scale: float,
     lse: Tensor,
+    residual: Tensor,
     g_lse: Tensor,
     g_picked: Tensor,
     g_class_sum: Tensor | None,
@@ -273,6 +280,9 @@ def _sweep(
             continue
         here = _Upstream(*(None if g is None else g[chunk.at] * head.scale for g in up))  # type: ignore[arg-type]
         dz = _to_gradient(chunk.z, stats.total, chunk.index, c, here)
+        rows = chunk.rows
         if wanted.device.type != "cpu":
-            dz.masked_fill_(~wanted[chunk.at, None], 0)
-        grads.add(chunk.at, chunk.rows, dz)
+            # Zero times a NaN in the hidden states of an unwanted row would still reach the weight.
+            unwanted = ~wanted[chunk.at, None]
+            dz, rows = dz.masked_fill_(unwanted, 0), rows.masked_fill(unwanted, 0)
+        grads.add(chunk.at, rows, dz)

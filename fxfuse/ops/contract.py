@@ -14,9 +14,12 @@ result.  The **row statistics** of z are
                                  NaN, as ``log_softmax`` gives, in a row whose maximum is not finite)
 ``class_sum``           [N]      ``sum_j c_j z_ij``, where ``c`` is ``class_weight [V]`` or all ones;
                                  an empty tensor unless asked for
+``residual``            [N]      what rounding took from ``lse``: their sum is the log-sum-exp to about twice the
+                                 precision. exp(z - lse) is off by as much as lse is, which at logits of some
+                                 thousands is 5e-4 in float32, so the backward wants both. Not differentiable
 ======================  =======  ===========================================================================
 
-All of them, and every coefficient and upstream gradient, are in the accumulation dtype: float64 for float64
+All of these, and every coefficient and upstream gradient, are in the accumulation dtype: float64 for float64
 operands, float32 for everything else.  ``index`` is int64 with entries in [0, V) or -1 for "none here":
 ``fxfuse::check_index`` makes it so, and an implementation must not touch foreign memory if it is not so.
 

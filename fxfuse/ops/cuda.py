@@ -37,11 +37,11 @@ def linear_stats(
     scale: float,
     want_class_sum: bool,
     skip_unindexed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not _has_kernels(input, weight):
         return chunked.linear_stats(input, weight, bias, index, class_weight, scale, want_class_sum, skip_unindexed)
     wanted = (index >= 0).any(1) if skip_unindexed else None
-    return _Head.of(input, weight, bias, index, class_weight, scale).stats(want_class_sum, wanted)
+    return _Head.of(input, weight, bias, index, class_weight, scale).stats(want_class_sum, wanted)  # type: ignore[return-value]
 
 
 def linear_stats_backward(
@@ -52,6 +52,7 @@ def linear_stats_backward(
     class_weight: Tensor | None,
     scale: float,
     lse: Tensor,
+    residual: Tensor,
     g_lse: Tensor,
     g_picked: Tensor,
     g_class_sum: Tensor | None,
@@ -62,11 +63,11 @@ def linear_stats_backward(
     needs = (need_input, need_weight, need_bias)
     if not _has_kernels(input, weight):
         return chunked.linear_stats_backward(
-            input, weight, bias, index, class_weight, scale, lse, g_lse, g_picked, g_class_sum, *needs
+            input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs
         )
     head = _Head.of(input, weight, bias, index, class_weight, scale)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    return head.gradients(lse, _Upstream(g_lse, g_picked, g_class_sum), needs, dtypes)
+    return head.gradients(lse, residual, _Upstream(g_lse, g_picked, g_class_sum), needs, dtypes)
 
 
 def linear_loss(
@@ -92,11 +93,11 @@ def linear_loss(
     # log_prob is picked - lse, so its coefficient counts for both.
     up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
     head = _Head.of(input, weight, bias, index, class_weight, scale)
-    lse, _, log_prob, class_sum = head.stats(c_class_sum is not None, up.nonzero())
+    lse, _, log_prob, class_sum, residual = head.stats(c_class_sum is not None, up.nonzero())
     loss = _weighted(c_lse, lse) + _weighted(c_log_prob, log_prob)
     if c_class_sum is not None:
         loss = loss + _weighted(c_class_sum, class_sum)
-    return loss, *head.gradients(lse, up, needs, (stash_dtype(input.dtype),) * 3)
+    return loss, *head.gradients(lse, residual, up, needs, (stash_dtype(input.dtype),) * 3)
 
 
 def _weighted(c: Tensor, s: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ class _Head:
         class_weight = None if class_weight is None else class_weight.contiguous()
         return cls(input, weight, bias, index.contiguous(), class_weight, float(scale))
 
-    def stats(self, want_class_sum: bool, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def stats(self, want_class_sum: bool, wanted: Tensor | None) -> tuple[Tensor, ...]:
         """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
         from ..kernels.stats import row_stats
 
@@ -173,7 +174,12 @@ class _Head:
             )
 
     def gradients(
-        self, lse: Tensor, up: _Upstream, needs: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, ...]
+        self,
+        lse: Tensor,
+        residual: Tensor,
+        up: _Upstream,
+        needs: tuple[bool, bool, bool],
+        dtypes: tuple[torch.dtype, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of input, weight and bias in ``dtypes``; an empty tensor for one that is not needed."""
         from ..kernels.dlogits import PAD, write_dlogits
@@ -186,10 +192,12 @@ class _Head:
                 new(shape if need else (0,), dtype=dtype)
                 for shape, need, dtype in zip(shapes, needs, dtypes, strict=True)
             )
-        lse, up = lse.contiguous(), up.contiguous()
+        lse, residual, up = lse.contiguous(), residual.contiguous(), up.contiguous()
         factor = undo = None
         if self.input.dtype == torch.float16:
             factor, undo = _normalisation(up.bound(self.class_weight) * self.scale)
+        # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
+        x_for_weight = torch.where(up.nonzero()[:, None], self.input, 0.0) if needs[1] else self.input
         row_windows, vocab_windows = _windows(rows, vocab, self.input.dtype.itemsize)
         widest = -(-vocab_windows[0].stop // PAD) * PAD
         buffer = new((row_windows[0].stop, widest))
@@ -204,11 +212,13 @@ class _Head:
                     w, bias, c = (None if t is None else t[at] for t in (self.weight, self.bias, self.class_weight))
                     assert w is not None
                     dz = buffer[: x.shape[0], : w.shape[0]]
-                    write_dlogits(dz, x, w, bias, index, at.start, c, self.scale, lse[at_rows], *here, factor)
+                    write_dlogits(
+                        dz, x, w, bias, index, at.start, c, self.scale, lse[at_rows], residual[at_rows], *here, factor
+                    )
                     if d_input is not None:
                         d_input.add(at_rows, dz, w)
                     if d_weight is not None:
-                        d_weight.add(at, dz.t(), x)
+                        d_weight.add(at, dz.t(), x_for_weight[at_rows])
                     if needs[2]:
                         d_bias[at] += dz.sum(0, dtype=torch.float32)
         # Before the sums are converted, which needs about as much memory again.
