@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Two workers with one thread each: much of the time goes into compilers, which use one. A file stays on one worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check format clean
@@ -23,13 +25,13 @@ demo: $(READY)  ## train a small language model with fxfuse and with Inductor, a
 	$(BIN)/python examples/quickstart.py
 
 test: $(READY)  ## run all tests
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 check: $(READY)  ## formatting, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 format: $(READY)  ## format the code and fix what the linter can
 	$(BIN)/ruff format .

@@ -94,7 +94,7 @@ class _Analysis:
 
     def _project(self, node: Node) -> None:
         out = _example(node)
-        if not isinstance(out, Tensor) or node in self._values:
+        if not isinstance(out, Tensor):
             return
         call = Call(function_name(node), out, _example)
         head = head_of(_key(node), call, node.args, node.kwargs)

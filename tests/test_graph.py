@@ -352,3 +352,16 @@ def test_a_target_out_of_range_raises_as_in_eager() -> None:
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=f"index {VOCAB} is out of bounds"):
         compiled(lambda s: s.z.log_softmax(-1).gather(-1, s.y[..., None]))(world)
+
+
+@pytest.mark.parametrize("width", [7, 16])
+def test_a_size_that_is_also_another_projections_width(width: int) -> None:
+    """What an inner projection is followed through by its width must not hide the head."""
+    up, down, head = torch.nn.Linear(4, 16), torch.nn.Linear(16, 4), torch.nn.Linear(4, VOCAB)
+    x, y = torch.randn(2, width, 4), torch.randint(VOCAB, (2, width))
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ce(head(x + down(up(x).tanh())), y)
+
+    (site,) = captured_sites(program, x, y)
+    assert (site.status, site.module) == ("fused", "head")
