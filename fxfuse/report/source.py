@@ -48,5 +48,8 @@ def _source_name(source: Any) -> str:
 
 def _clean(path: str) -> str:
     """``"model.lm_head"`` of ``"L['self']._modules['model']._modules['lm_head']"``."""
-    parts = [a or b for a, b in _MODULE_PART.findall(path)]
-    return ".".join(part for part in parts if part not in ("_modules", "_parameters"))
+    root, _, rest = path.partition("]")
+    parts = [a or b for a, b in _MODULE_PART.findall(rest)]
+    parts = [part for part in parts if part not in ("_modules", "_parameters")]
+    # A local or global variable stands for itself only where there is nothing below it.
+    return ".".join(parts) or root.rpartition("[")[2].strip("'").replace("self", "")
