@@ -19,6 +19,7 @@ from helpers import (
     doubled,
     floor,
     problem,
+    relative_error,
     upstream,
     value_and_grads,
 )
@@ -334,9 +335,11 @@ def test_memory_layout_does_not_matter(device: str, layout: Callable[[Tensor], T
     plain = run(p.input, p.weight, torch.clone)
     assert not layout(p.input).is_contiguous()
     other = run(layout(p.input), layout(p.weight), lambda t: torch.stack((t, t), 1)[:, 0])
-    tolerance = {"rtol": 1.6e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     for a, e in zip(other, plain, strict=True):
-        torch.testing.assert_close(a, e, **tolerance)
+        if dtype == torch.bfloat16:  # another layout may take other tiles, whose sums are rounded differently
+            assert relative_error(a, e.double()) < 2 * torch.finfo(dtype).eps
+        else:
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
 def test_expanded_operands(device: str) -> None:
