@@ -8,7 +8,7 @@ algebra never looks inside a handle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -107,6 +107,20 @@ class ClassTensor:
         for op in self.row_ops:
             handle = op.replay(emit, handle, self.head.hidden)
         return handle
+
+    def sizes(self) -> tuple[Handle, ...]:
+        """The arguments of the row operations, symbolic sizes among them."""
+
+        def flat(value: Any) -> Iterator[Handle]:
+            if isinstance(value, slice):
+                value = (value.start, value.stop, value.step)
+            if isinstance(value, (tuple, list)):
+                for item in value:
+                    yield from flat(item)
+            else:
+                yield value
+
+        return tuple(flat([op.args for op in self.row_ops]))
 
     def row_key(self) -> tuple[Any, ...]:
         """Equal for tensors whose flattened rows are the same rows in the same order."""

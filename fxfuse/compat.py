@@ -40,6 +40,16 @@ def is_functional_wrapper(example: Any) -> bool:
     return isinstance(example, Tensor) and is_functorch_wrapped_tensor(example)
 
 
+def forward_ad_active() -> bool:
+    """Whether forward-mode differentiation is under way (``torch.autograd.forward_ad.dual_level``)."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def transform_active() -> bool:
+    """Whether a ``torch.func`` transform is under way around the caller."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def storage(example: Tensor) -> int | None:
     """An identity that all views of one storage share, None for tensors without one."""
     try:

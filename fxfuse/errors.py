@@ -48,6 +48,13 @@ def no_double_backward(op: str) -> Exception:
     )
 
 
+def no_forward_mode(op: str) -> Exception:
+    return FxfuseError(
+        f"fxfuse::{op} has no forward-mode derivative, but an operand carries a tangent. Compile inside of the "
+        'dual_level, where fxfuse leaves the program as it is, or with options={"fxfuse.enabled": False}.'
+    )
+
+
 def unknown_option(key: str, known: Iterable[str]) -> ValueError:
     known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)

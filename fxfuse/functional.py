@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .algebra import Emit, Head, Logits
-from .compat import is_plain
+from .compat import forward_ad_active, is_plain, transform_active
 from .ops.contract import SUPPORTED_DTYPES
 from .passes import compute
 from .rules import TABLE, Call, Keep
@@ -190,11 +190,13 @@ def _consistent(input: Tensor, weight: Tensor, bias: Tensor | None, others: list
     """Whether the operands fit together, so that the fused ops may have them."""
     tensors = [t for t in (input, weight, bias) if t is not None] + others
     return (
-        all(is_plain(t) and t.device == input.device for t in tensors)
+        not forward_ad_active()
+        and not transform_active()
+        and all(is_plain(t) and t.device == input.device for t in tensors)
         and input.device.type in ("cpu", "cuda")
         and input.dim() >= 1
         and weight.dim() == 2
-        and input.shape[-1] == weight.shape[1] > 0
+        and input.shape[-1] == weight.shape[1] > 0 < weight.shape[0]
         and (bias is None or bias.shape == weight.shape[:1])
         and all(t.dtype.is_floating_point for t in (input, weight))
     )

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
 from .algebra import ClassTensor, Emit, Handle, Head, Logits, Reader
-from .mutation import Timeline, written_arguments
+from .mutation import Timeline, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
 from .options import Options
 from .passes import compute
@@ -126,6 +126,8 @@ class _Analysis:
                 candidate.read |= entry.reads == "loss"
                 candidate.shown = True
                 candidate.trail = (*candidate.trail, function_name(node))
+            elif entry is None and _may_hold_a_loss(node):
+                candidate.shown = True
         described = [v for v in values if isinstance(v, ClassTensor)]
         if not described or len(described) < len(values):
             for value in described:
@@ -134,24 +136,22 @@ class _Analysis:
             return
         call = Call(function_name(node), out, _example, where)
         try:
-            if entry is None or written_arguments(node):
-                written = {n for n in written_arguments(node) if n in self._values}
-                call.keep("mutated" if written else "unknown_reader")
+            written = writes(node)
+            if any(argument in self._values for argument in written.arguments):
+                call.keep("mutated" if written.certain else "unknown_reader")
+            if entry is None:
+                call.keep("unknown_reader")
             outcome = entry(call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
+            outcome = _cut_off(call, outcome)
         except Keep as refused:
             for value in described:
                 self._owner_of(value).keep(refused.reason)
             self._follow(node, self._owner_of(described[0]))
             return
         candidate = self._owner_of(described[0])
-        # Under no_grad, in a region or all around, what eager returns is cut off from the operands.
         if isinstance(outcome, Reader):
-            if not out.requires_grad:
-                outcome = replace(outcome, source=replace(outcome.source, requires_grad=False))
             candidate.readers.append((node, outcome))
         else:
-            if not out.requires_grad:
-                outcome = replace(outcome, requires_grad=False)
             candidate.derived.append(node)
             self._values[node] = outcome
 
@@ -165,8 +165,8 @@ class _Analysis:
 
     def _follow(self, node: Node, candidate: Candidate) -> None:
         """Mark what a dense head flows into while it still has a class axis."""
-        out = _example(node)
-        if isinstance(out, Tensor) and any(compat.same(size, candidate.head.vocab) for size in out.shape):
+        outs = tensors(_example(node))
+        if any(compat.same(size, candidate.head.vocab) for out in outs for size in out.shape):
             self._values[node] = _Dense(candidate)
 
     def _returned(self, node: Node) -> None:
@@ -179,6 +179,26 @@ class _Analysis:
             if isinstance(value, ClassTensor):
                 shape = " × ".join(str(size) for size in value.shape)
                 candidate.keep(because("returned", f"as an output of shape {shape}", location(source)))
+
+
+def _cut_off(call: Call, outcome: ClassTensor | Reader) -> ClassTensor | Reader:
+    """``outcome``, marked where no_grad keeps gradients from flowing through it.
+
+    A view that is made under no_grad of a tensor that requires grad claims to require it too, but has no grad_fn.
+    What is read of it later with gradients on then requires grad to no effect, which the fused ops do not imitate.
+    """
+    source = outcome.source if isinstance(outcome, Reader) else outcome
+    if call.out.requires_grad and call.out.grad_fn is not None:
+        if not source.requires_grad:
+            call.keep("unknown_reader", f"{call.name}, with gradients on, of a view that was made under no_grad,")
+        return outcome
+    source = replace(source, requires_grad=False)
+    return replace(outcome, source=source) if isinstance(outcome, Reader) else source
+
+
+def _may_hold_a_loss(node: Node) -> bool:
+    """Whether something without a rule may be a loss, or contain one, rather than the rest of an MLP."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) or "loss" in function_name(node)
 
 
 def _key(node: Node) -> Any:
@@ -208,8 +228,10 @@ def _unfit(candidate: Candidate) -> Reason | None:
             return because("device", str(example.device), where)
         if example.device != _example(head.input).device:
             return because("device", f"{_example(head.input).device} and {example.device}", where)
-    if not isinstance(head.vocab, int) or not isinstance(head.hidden, int) or head.hidden == 0:
+    if not isinstance(head.vocab, int) or not isinstance(head.hidden, int) or 0 in (head.vocab, head.hidden):
         return because("shape", f"the weight has a symbolic or empty shape, {head.vocab} × {head.hidden}", where)
+    if head.bias is not None and tuple(_example(head.bias).shape) != (head.vocab,):
+        return because("shape", f"the bias has the shape {tuple(_example(head.bias).shape)}", where)
     if head.dtype not in SUPPORTED_DTYPES:
         return because("dtype", f"the logits are {head.dtype}", where)
     return None
@@ -219,9 +241,10 @@ def _unfit(candidate: Candidate) -> Reason | None:
 
 
 class _Planner:
-    def __init__(self, graph: Graph, options: Options) -> None:
+    def __init__(self, graph: Graph, options: Options, candidates: list[Candidate]) -> None:
         self.timeline = Timeline(graph)
         self.options = options
+        self.readers = {node for candidate in candidates for node, _ in candidate.readers}
 
     def plan(self, candidate: Candidate) -> list[Pass] | None:
         """How to compute the readers of a head; None, with the reason noted, where it must be kept."""
@@ -245,6 +268,11 @@ class _Planner:
     def _obstacle(self, candidate: Candidate) -> Reason | None:
         head = candidate.head
         where = location(candidate.node)
+        if compat.forward_ad_active():
+            return because("functional_transform", "forward-mode differentiation", where)
+        for node in (*candidate.derived, *(node for node, _ in candidate.readers)):
+            if self.timeline.region[node].levels:
+                return because("functional_transform", function_name(node), location(node))
         for node, reader in candidate.readers:
             for handle in reader.operands:
                 example = _example(handle)
@@ -271,11 +299,16 @@ class _Planner:
             return None
         readers = [*known.readers, (node, reader)]
         position = self.timeline.position
+        # Where one reader is an operand of another, of this head or not, each is best left where it is.
+        if any(user in self.readers for n, _ in readers for user in n.users):
+            return None
         # As late as possible, so that every reader's labels exist: before anything uses what a reader returns.
         users = [user for n, _ in readers for user in n.users]
         end = self.timeline.end_of_region(node)
         place = min((*users, *([end] if end else [])), key=position.__getitem__, default=node)
-        operands = [handle for _, r in readers for handle in r.operands if isinstance(handle, Node)]
+        operands = [
+            handle for _, r in readers for handle in (*r.operands, *r.source.sizes()) if isinstance(handle, Node)
+        ]
         if any(position[handle] >= position[place] for handle in operands):
             return None
         return Pass(readers, place)
@@ -288,8 +321,7 @@ class _Planner:
         for handle, read_at in operands:
             if not isinstance(handle, Node):
                 continue
-            first, last = sorted((read_at, one.place), key=self.timeline.position.__getitem__)
-            writer = self.timeline.write_between(handle, first, last)
+            writer = self.timeline.write_between(handle, read_at, one.place)
             if writer is not None:
                 return because("operand_mutated", function_name(writer), location(writer))
             if self.timeline.unplaced_write(handle):
@@ -354,9 +386,9 @@ def _as_eager(emit: _GraphEmit, node: Node, result: Node) -> Node:
     """
     expected = _example(node)
     if emit.example(result).dtype != expected.dtype:
-        result = emit.anew(torch.Tensor.to, result, expected.dtype)
-    else:
-        result = emit.anew(torch.clone, result)
+        result = emit(torch.Tensor.to, result, expected.dtype)
+    # What eager returns of these functions is contiguous, and a view of it may rely on that.
+    result = emit.anew(torch.clone, result, memory_format=torch.contiguous_format)
     made = emit.example(result)
     if made.dim() != expected.dim() or made.dtype != expected.dtype:
         raise AssertionError(f"{node.name}: {made.shape} {made.dtype} for {expected.shape} {expected.dtype}")
@@ -424,7 +456,7 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
     swaps: list[tuple[Node, Node]] = []
     try:
         candidates = [c for c in _Analysis(graph).candidates if c.is_head]
-        planner = _Planner(graph, options) if candidates else None
+        planner = _Planner(graph, options, candidates) if candidates else None
         for candidate in candidates:
             assert planner is not None
             for one in planner.plan(candidate) or ():
@@ -432,20 +464,23 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
                 variant, results = _write(candidate, one, emit, in_checkpoint)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 variants.setdefault(candidate, []).append(variant)
+        for old, new in swaps:
+            old.replace_all_uses_with(new)
+        graph.lint()
     except Exception as failure:
+        for old, new in swaps:
+            new.replace_all_uses_with(old)
         for node in reversed(made):
             graph.erase_node(node)
         warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
         return [_site(candidate, "") for candidate in candidates]
-    for old, new in swaps:
-        old.replace_all_uses_with(new)
+    for old, _ in swaps:
         graph.erase_node(old)
     for candidate in variants:
         for node in reversed(candidate.derived):
             graph.erase_node(node)
     if swaps:
-        graph.lint()
         gm.recompile()
     return [_site(c, "; ".join(dict.fromkeys(variants.get(c, ())))) for c in candidates]

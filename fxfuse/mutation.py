@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
-from typing import Any
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -20,9 +20,11 @@ _INPLACE_OPERATORS = frozenset(
         *(operator.ilshift, operator.irshift, operator.iconcat, operator.setitem),
     )
 )
-
-
-_WRITES_ANYTHING = SimpleNamespace(is_mutable=True)
+_INPLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)
+# Functions that update buffers which they are given, with nothing in their name or schema to tell.
+_UPDATING = ("batch_norm", "instance_norm")
+_PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
+_PLAIN_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, type(torch.Tensor.add), type)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -41,37 +43,53 @@ def storages(node: Node) -> set[int]:
 
 
 def _is_inplace_name(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+    return name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
 
 
-def written_arguments(node: Node) -> Iterable[Node]:
-    """The arguments that a node writes to; all of them for a call that fxfuse cannot see into."""
+class Writes(NamedTuple):
+    """The arguments that a call writes to. Not ``certain``: it may, as far as can be seen from outside."""
+
+    arguments: list[Node]
+    certain: bool = True
+
+
+def writes(node: Node) -> Writes:
+    """What a node writes to; perhaps all of its arguments, for a call that fxfuse cannot see into."""
     if node.op in ("placeholder", "get_attr", "output"):
-        return ()
+        return Writes([])
     out = node.kwargs.get("out")
     written = [n for n in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(n, Node)]
     first = [n for n in node.args[:1] if isinstance(n, Node)]
     if node.op == "call_method":
-        return [*written, *first] if _is_inplace_name(str(node.target)) else written
+        return Writes(written + first if _is_inplace_name(str(node.target)) else written)
     if node.op != "call_function":
-        return node.all_input_nodes
+        return Writes(node.all_input_nodes, certain=False)
     if node.target in _INPLACE_OPERATORS:
-        return first
+        return Writes(first)
     schemas = _schemas(node.target)
     if schemas is not None:
-        opaque = any(schema.is_mutable for schema in schemas)
-    else:
-        opaque = _is_inplace_name(getattr(node.target, "__name__", "")) or _asks_for_inplace(node)
-    return node.all_input_nodes if opaque else written
+        return Writes(node.all_input_nodes if any(schema.is_mutable for schema in schemas) else written)
+    name = getattr(node.target, "__name__", "")
+    if _is_inplace_name(name) or any(part in name for part in _UPDATING) or _asks_for_inplace(node):
+        return Writes(node.all_input_nodes)
+    return Writes(written) if _is_pure(node.target) else Writes(node.all_input_nodes, certain=False)
 
 
 def _schemas(target: Any) -> list[Any] | None:
-    """The schemas of an operator; None for a plain function. A higher-order operator may write anything."""
+    """The schemas of an operator, or None for anything else."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         return [getattr(target, name)._schema for name in target.overloads()]
-    if isinstance(target, torch._ops.OpOverload):
-        return [target._schema]
-    return [_WRITES_ANYTHING] if isinstance(target, torch._ops.OperatorBase) else None
+    return [target._schema] if isinstance(target, torch._ops.OpOverload) else None
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether a function without an in-place name is PyTorch's or Python's own, which then writes to nothing.
+
+    A user's function that Dynamo was told not to look into, a higher-order operator or a NumPy call may write.
+    """
+    module = getattr(target, "__module__", None) or "torch"
+    known = module.split(".")[0] in _PURE_MODULES and not module.startswith("torch._dynamo")
+    return known and isinstance(target, _PLAIN_CALLABLES)
 
 
 def _asks_for_inplace(node: Node) -> bool:
@@ -83,39 +101,50 @@ def _asks_for_inplace(node: Node) -> bool:
     return bool(given.get("inplace")) or given.get("max_norm") is not None
 
 
-def _toggles_mode(node: Node) -> bool:
-    """Whether a node switches grad mode, autocast, inference mode or a ``torch.func`` level."""
-    name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and any(
-        part in name for part in ("set_grad_enabled", "_enter_", "_exit_", "_nesting", "_set_tensor_requires_grad")
-    )
+class Region(NamedTuple):
+    """A stretch of nodes that run in the same modes, inside so many levels of ``torch.func`` transforms."""
+
+    number: int = 0
+    levels: int = 0
+
+
+def _region_after(node: Node, region: Region) -> Region:
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    inner = name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+    if inner or name == "_set_grad_enabled" or "_enter_" in name or "_exit_" in name:
+        return Region(region.number + 1, region.levels + inner)
+    return region
 
 
 class Timeline:
-    """The order of a graph's nodes, and what happens to storages and modes between two of them."""
+    """The order of a graph's nodes, the modes that they run in, and what is written between two of them."""
 
     def __init__(self, graph: Graph) -> None:
         self.position: dict[Node, int] = {}
-        self.region: dict[Node, int] = {}
+        self.region: dict[Node, Region] = {}
+        self._region_ends: list[Node] = []
         self._writes: dict[int, list[tuple[int, Node]]] = {}
-        self.region_ends: list[Node] = []
+        self._certain: dict[int, int] = {}
+        region = Region()
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
-            if _toggles_mode(node):
-                self.region_ends.append(node)
-            self.region[node] = len(self.region_ends)
-            for written in written_arguments(node):
-                for key in storages(written):
-                    self._writes.setdefault(key, []).append((position, node))
+            following = _region_after(node, region)
+            if following is not region:
+                self._region_ends.append(node)
+            self.region[node] = region = following
+            written = writes(node)
+            for key in {key for argument in written.arguments for key in storages(argument)}:
+                self._writes.setdefault(key, []).append((position, node))
+                self._certain[key] = self._certain.get(key, 0) + written.certain
 
     def end_of_region(self, node: Node) -> Node | None:
         """The next node that switches a mode, if any."""
-        region = self.region[node]
-        return self.region_ends[region] if region < len(self.region_ends) else None
+        number = self.region[node].number
+        return self._region_ends[number] if number < len(self._region_ends) else None
 
-    def write_between(self, operand: Node, start: Node, stop: Node) -> Node | None:
-        """A node after ``start`` and before ``stop`` that may change ``operand``."""
-        low, high = self.position[start], self.position[stop]
+    def write_between(self, operand: Node, read: Node, place: Node) -> Node | None:
+        """A node that may change ``operand`` between its being read by ``read`` and just before ``place``."""
+        low, high = sorted((self.position[read], self.position[place] - 0.5))
         for key in storages(operand):
             for position, writer in self._writes.get(key, ()):
                 if low < position < high:
@@ -123,10 +152,10 @@ class Timeline:
         return None
 
     def unplaced_write(self, operand: Node) -> bool:
-        """Whether ``operand`` was written to by something in this graph that was not recognised as a write.
+        """Whether something in this graph wrote to ``operand`` that was not recognised as a write.
 
         An example value counts writes to itself and its views in its version, whatever made them.
         """
         example = operand.meta.get("example_value")
-        versions = (t._version for t in tensors(example) if not t.is_inference())
-        return any(versions) and not any(key in self._writes for key in storages(operand))
+        seen = max((t._version for t in tensors(example) if not t.is_inference()), default=0)
+        return seen > sum(self._certain.get(key, 0) for key in storages(operand))

@@ -101,6 +101,35 @@ def _reader_result_mutated(s: World) -> Any:
     return a, b, ce(s.z, s.y).mul_(2)
 
 
+def _result_written_into_labels(s: World) -> Any:
+    y, other = s.y.flatten(), s.y.flatten().clone()
+    z = s.z.view(-1, VOCAB)
+    loss = F.cross_entropy(z, y)
+    other[0] = loss.detach()
+    return loss, F.cross_entropy(z, other)
+
+
+def _result_as_class_weight(s: World) -> Any:
+    with torch.no_grad():
+        z = F.linear(s.w, s.w)
+        lse = z.logsumexp(-1)
+        return lse, F.cross_entropy(z, torch.arange(VOCAB, device=z.device), weight=lse)
+
+
+def _late_size(s: World) -> Any:
+    z = s.z
+    total = z.logsumexp(-1).sum()
+    rows = s.x.shape[0] * s.x.shape[1]
+    return total, z.view(rows, VOCAB).logsumexp(-1)
+
+
+def _no_grad_contiguous(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        same = z.contiguous().to(z.dtype)  # z itself
+    return ce(same, s.y)
+
+
 def _olmo_z_loss(s: World) -> Any:
     z = s.z[..., :-1, :].contiguous().view(-1, VOCAB)
     t = s.y[:, 1:].reshape(-1)
@@ -231,6 +260,15 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "labels_mutated": _labels_mutated,
     "reader_result_mutated": _reader_result_mutated,
     "checkpointed": _checkpointed,
+    "result_written_into_labels": _result_written_into_labels,
+    "result_as_class_weight": _result_as_class_weight,
+    "late_size": _late_size,
+    "no_grad_contiguous": _no_grad_contiguous,
+    "whole_vocabulary_slice": lambda s: ce(s.z[..., :VOCAB], s.y),
+    "results_lie_in_memory_as_in_eager": lambda s: (
+        s.z.mT.log_softmax(1).gather(1, s.y[:, None, :].expand(-1, 2, -1)).view(-1),
+        s.z.permute(1, 0, 2).logsumexp(-1).view(-1),
+    ),
 }
 
 
@@ -280,6 +318,82 @@ def _hidden_mutated_by_out(s: World) -> Any:
     z = F.linear(x, s.w.detach())
     torch.neg(x.detach(), out=x)
     return ce(z, s.y)
+
+
+def _no_grad_view(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        rows = z.view(-1, VOCAB)
+    return F.cross_entropy(rows, s.y.view(-1)) + s.x.sum()
+
+
+def _hidden_mutated_by_dunder(s: World) -> Any:
+    x = s.x.detach() * 1
+    x.add_(1)
+    z = F.linear(x, s.w.detach())
+    x.__imul__(2)
+    return ce(z, s.y)
+
+
+def _hidden_mutated_by_numpy(s: World) -> Any:
+    x = s.x.detach().cpu() * 1
+    x.add_(1)
+    z = F.linear(x, s.w.detach().cpu())
+    x.numpy()[0] = 5
+    return ce(z, s.y.cpu())
+
+
+@torch._dynamo.allow_in_graph
+def _opaque(x: torch.Tensor) -> torch.Tensor:
+    x.mul_(2)
+    return x.sum()
+
+
+def _hidden_mutated_by_user_function(s: World) -> Any:
+    x = s.x.detach() * 1
+    x.add_(1)
+    z = F.linear(x, s.w.detach())
+    return _opaque(x), ce(z, s.y)
+
+
+def _bias_mutated_by_batch_norm(s: World) -> Any:
+    mean = s.b.detach() * 1
+    z = F.linear(s.x, s.w, mean)
+    rows = torch.full((3, VOCAB), 7.0, dtype=s.x.dtype, device=s.x.device)
+    F.batch_norm(rows, mean, torch.ones_like(mean), training=True, momentum=1.0)
+    return ce(z, s.y)
+
+
+def _selected_by_tensor(s: World) -> Any:
+    at = torch.tensor(1) + 0
+    z = s.z.select(1, at)
+    at.add_(1)
+    return z.logsumexp(-1)
+
+
+def _functional_outside(s: World) -> Any:
+    z = s.z
+    return torch.func.grad(lambda q: (z.logsumexp(-1).sum() * q).sum())(s.c)
+
+
+def _functional_around(s: World) -> Any:
+    return torch.func.grad(lambda q: (s.z.logsumexp(-1).sum() * q).sum())(s.c)
+
+
+def _vmapped(s: World) -> Any:
+    z = s.z.view(-1, VOCAB)
+    labels = torch.stack([s.y.view(-1), (s.y.view(-1) + 1) % VOCAB])
+    return torch.func.vmap(lambda y: F.cross_entropy(z, y))(labels)
+
+
+def _hooked(s: World) -> Any:
+    z = s.z
+    z.register_hook(lambda g: g * 2)
+    return ce(z, s.y)
+
+
+def _unbound(s: World) -> Any:
+    return sum(F.cross_entropy(z, y) for z, y in zip(s.z.unbind(0), s.y, strict=True))
 
 
 def _mutated_log_probs(s: World) -> Any:
@@ -345,4 +459,17 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "weight_mutated_by_embedding": ("operand_mutated", _weight_mutated_by_embedding),
     "integer_logits": ("dtype", lambda s: ce(s.z.to(torch.int64).to(s.x.dtype), s.y)),
     "functional_transform": ("functional_transform", _functional),
+    "functional_outside": ("functional_transform", _functional_outside),
+    "functional_around": ("functional_transform", _functional_around),
+    "vmapped": ("functional_transform", _vmapped),
+    "no_grad_view": ("unknown_reader", _no_grad_view),
+    "selected_by_tensor": ("unknown_reader", _selected_by_tensor),
+    "hooked": ("unknown_reader", _hooked),
+    "unbound": ("unknown_reader", _unbound),
+    "hidden_mutated_by_dunder": ("operand_mutated", _hidden_mutated_by_dunder),
+    "hidden_mutated_by_numpy": ("operand_mutated", _hidden_mutated_by_numpy),
+    "hidden_mutated_by_user_function": ("operand_mutated", _hidden_mutated_by_user_function),
+    "bias_mutated_by_batch_norm": ("operand_mutated", _bias_mutated_by_batch_norm),
+    "bias_by_row": ("shape", lambda s: ce(F.linear(s.x[0], s.w, s.y[0, :, None] * s.b[0]), s.y[0])),
+    "no_vocabulary": ("shape", lambda s: F.linear(s.x, s.w[:0]).logsumexp(-1)),
 }

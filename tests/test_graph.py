@@ -365,3 +365,30 @@ def test_a_size_that_is_also_another_projections_width(width: int) -> None:
 
     (site,) = captured_sites(program, x, y)
     assert (site.status, site.module) == ("fused", "head")
+
+
+def test_forward_mode() -> None:
+    """Never a silently missing tangent: left alone where it is seen in time, refused where it is not."""
+    import torch.autograd.forward_ad as forward_ad
+
+    s = World.make()
+    x, w = s.x.detach(), s.w.detach()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return ce(F.linear(x, w), s.y)
+
+    def tangent(f: Any) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, x.cos()))).tangent
+
+    expected = tangent(program)
+    torch._dynamo.reset()
+    with new_sites() as sites:
+        torch.testing.assert_close(tangent(compiled(program)), expected)
+    assert [site.reason.code for site in sites if site.reason] == ["functional_transform"]
+    torch.testing.assert_close(tangent(lambda x: fxfuse.linear_cross_entropy(x, w, s.y)), expected)
+    torch._dynamo.reset()
+    before = compiled(program)
+    before(x)
+    with pytest.raises(fxfuse.FxfuseError, match="forward-mode"):
+        tangent(before)

@@ -14,6 +14,7 @@ from fxfuse import rules
 
 OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
 USED: set[Any] = set()
+RAN: set[Any] = set()
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,7 @@ def _run(program: Callable[[World], Any], world: World) -> tuple[tuple[torch.Ten
 
 def _compare(program: Callable[[World], Any], device: str, dynamic: bool) -> tuple[fxfuse.Site, ...]:
     torch._dynamo.reset()
+    RAN.add(program)
     eager_world, world = World.make(device=device), World.make(device=device)
     expected, expected_grads = _run(program, eager_world)
     before = len(fxfuse.sites())
@@ -87,7 +89,7 @@ def test_kept(name: str, device: str) -> None:
 
 def test_every_rule_has_a_program() -> None:
     """A rule that no program applies is untested."""
-    if not USED:
-        pytest.skip("runs after the programs, in the same process")
+    if len(RAN) < len(FUSED) + len(KEPT):
+        pytest.skip("runs after all programs, in the same process")
     rows = {row.apply for row in (*rules.TABLE.values(), *rules.HEADS.values())}
     assert {apply.__name__ for apply in rows - USED} == set()

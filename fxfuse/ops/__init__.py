@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
+from ..compat import forward_ad_active
 from . import chunked, cuda
 from .contract import acc_dtype, stash_dtype
 
@@ -41,10 +43,16 @@ linear_loss = torch.ops.fxfuse.linear_loss.default
 # --- which code runs where ------------------------------------------------------------------------------------
 
 
-def _without_autocast(device: str, implementation: Any) -> Any:
-    """An op computes in the dtypes that it was given; ambient autocast must not reach the products inside it."""
+def _guarded(op: str, device: str, implementation: Any) -> Any:
+    """``implementation`` out of reach of what surrounds a call of the op.
+
+    It computes in the dtypes that it was given, so ambient autocast must not reach the products inside it. A tangent
+    of forward-mode differentiation would be dropped without a word: refuse it.
+    """
 
     def run(*args: Any) -> Any:
+        if forward_ad_active() and any(isinstance(a, Tensor) and unpack_dual(a).tangent is not None for a in args):
+            raise errors.no_forward_mode(op)
         if not torch.is_autocast_enabled(device):
             return implementation(*args)
         with torch.autocast(device, enabled=False):
@@ -54,8 +62,8 @@ def _without_autocast(device: str, implementation: Any) -> Any:
 
 
 for _name in ("linear_stats", "linear_stats_backward", "linear_loss"):
-    _lib.impl(_name, _without_autocast("cpu", getattr(chunked, _name)), "CPU")
-    _lib.impl(_name, _without_autocast("cuda", getattr(cuda, _name)), "CUDA")
+    _lib.impl(_name, _guarded(_name, "cpu", getattr(chunked, _name)), "CPU")
+    _lib.impl(_name, _guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
 
 
 def _is_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:

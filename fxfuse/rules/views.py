@@ -120,6 +120,8 @@ def select(call: Call, input: ClassTensor, dim: Any, index: Any) -> ClassTensor:
     at = _dim(call, input, dim)
     if at == input.class_dim:
         call.keep("unknown_reader", "select of one class")
+    if not _is_number(call, index):
+        call.keep("unknown_reader", "select by a tensor")
     op = RowOp(torch.select, (at, index))
     return derive(input, call.name, op, shape=call.out.shape, class_dim=input.class_dim - (at < input.class_dim))
 
@@ -129,6 +131,8 @@ def narrow(call: Call, input: ClassTensor, dim: Any, start: Any, length: Any) ->
     at = _dim(call, input, dim)
     if at == input.class_dim:
         call.keep("unknown_reader", "narrow of the vocabulary")
+    if not _is_number(call, start) or not _is_number(call, length):
+        call.keep("unknown_reader", "narrow by a tensor")
     return derive(input, call.name, RowOp(torch.narrow, (at, start, length)), shape=call.out.shape)
 
 
@@ -149,22 +153,29 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor:
             place += 1
             continue
         if axis == input.class_dim:
-            if not (isinstance(entry, slice) and entry in (slice(None), slice(0, None), slice(None, None, 1))):
+            if not _is_whole(entry, input.head.vocab):
                 call.keep("unknown_reader", "a selection of classes")
             entries[i], class_dim = slice(None), place
-        if isinstance(entry, slice):
-            place += 1
-        elif not _is_position(call, entry):
+        elif isinstance(entry, slice):
+            if not all(part is None or _is_number(call, part) for part in (entry.start, entry.stop, entry.step)):
+                call.keep("unknown_reader", "a slice of the logits by a tensor")
+        elif not _is_number(call, entry):
             call.keep("unknown_reader", "indexing of the logits by a tensor or a mask")
+        place += isinstance(entry, slice)
         axis += 1
     op = RowOp(operator.getitem, (tuple(entries),))
     return derive(input, "[…]", op, shape=call.out.shape, class_dim=class_dim)
 
 
-def _is_position(call: Call, entry: Any) -> bool:
-    """Whether an index entry is one number, also a symbolic one, and not a tensor or a mask."""
-    if isinstance(entry, bool):
-        return False
-    if isinstance(entry, (int, torch.SymInt)):
-        return True
-    return isinstance(call.example(entry), (int, torch.SymInt)) and not isinstance(call.example(entry), bool)
+def _is_whole(entry: Any, size: int) -> bool:
+    """Whether an index entry takes all of an axis."""
+    return (
+        isinstance(entry, slice) and entry.start in (None, 0) and entry.stop in (None, size) and entry.step in (None, 1)
+    )
+
+
+def _is_number(call: Call, value: Any) -> bool:
+    """Whether an argument is a number, also a symbolic one; a tensor could be written to later."""
+    if not isinstance(value, (int, torch.SymInt)):
+        value = call.example(value)
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
