@@ -165,10 +165,12 @@ def check_gradients(p: Problem) -> None:
     """The backward of the statistics, and a loss with the same coefficients."""
     dtype, exact = p.x.dtype, p.double()
     needs = (True, True, p.bias is not None)
-    lse = reference.linear_stats(*exact.operands, False, False)[0]
-    want = reference.linear_stats_backward(*exact.operands, lse, lse * 0, *exact.upstream, *needs)
+    exact_lse = reference.linear_stats(*exact.operands, False, False)[0]
+    want = reference.linear_stats_backward(*exact.operands, exact_lse, exact_lse * 0, *exact.upstream, *needs)
     allowed = [1.5 * error(e, r) + GRADIENT_FLOOR[dtype] for e, r in zip(eager_gradients(p), want, strict=False)]
-    got = cuda.linear_stats_backward(*p.operands, lse.float(), (lse - lse.float()).float(), *p.upstream, *needs)
+    # The softmax adds up to one only with the lse of the very same products.
+    lse, _, _, _, residual = cuda.linear_stats(*p.operands, False, False)
+    got = cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, *needs)
     for name, g, r, most in zip(("input", "weight", "bias"), got, want, allowed, strict=False):
         assert g.dtype == dtype
         assert error(g, r) <= most, (name, error(g, r), most)
@@ -250,9 +252,9 @@ def strides(dtype: torch.dtype) -> None:
 
 @case()
 def several_windows_along_either_axis() -> None:
-    sizes = (cuda.WINDOW_BYTES, cuda.MIN_WINDOW)
+    sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW)
     try:
-        cuda.MIN_WINDOW, cuda.WINDOW_BYTES = 32, 32 * 40 * 4
+        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = 0, 32 * 40 * 4, 32
         for rows, vocab in ((40, 150), (150, 40)):
             at_rows, at_vocab = cuda._windows(rows, vocab, 4)
             assert (len(at_rows) > 2) == (rows > vocab) and (len(at_vocab) > 2) == (vocab > rows)
@@ -261,7 +263,7 @@ def several_windows_along_either_axis() -> None:
                     problem(rows, 24, vocab, dtype, indexed=2, bias=True, class_weight=True, class_sum=True)
                 )
     finally:
-        cuda.WINDOW_BYTES, cuda.MIN_WINDOW = sizes
+        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = sizes
 
 
 @case(each_dtype=True)
@@ -430,7 +432,7 @@ def no_logits_in_memory(dtype: torch.dtype) -> None:
 
     assert peak(lambda: cuda.linear_stats(*p.operands, False, False)) < logits // 100
     gradients = (rows + vocab) * hidden * 4 * 2
-    most = cuda.WINDOW_BYTES + gradients + (64 << 20)
+    most = cuda.MOST_WINDOW_BYTES + gradients + (64 << 20)
     assert most < logits
     assert peak(lambda: cuda.linear_loss(*p.operands, *p.upstream, True, True, False)) < most
 

@@ -23,8 +23,10 @@ from torch import Tensor
 from . import chunked
 from .contract import stash_dtype
 
-# Of the buffer for the gradient of the logits: a fraction of the logits, yet long products.
-WINDOW_BYTES = 512 << 20
+# The buffer for the gradient of the logits: an eighth of the logits within these bounds, of whole tiles. Less costs
+# speed in short products, more costs memory that the fused ops are there to save.
+WINDOW_SHARE = 8
+LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 64 << 20, 512 << 20
 MIN_WINDOW = 256
 
 
@@ -233,13 +235,14 @@ class _Head:
 
 
 def _windows(rows: int, vocab: int, itemsize: int) -> tuple[list[slice], list[slice]]:
-    """Cut [rows, vocab] along one axis into equal windows of at most ``WINDOW_BYTES``: (slices of rows, of classes).
+    """Cut [rows, vocab] along one axis into equal windows of a bounded size: (slices of rows, of classes).
 
     Windows over the vocabulary finish their part of the weight's gradient and add to the input's, in float32; windows
     over rows do the reverse. The longer axis is cut, so that the smaller gradient is the one accumulated.
     """
     long, short = max(rows, vocab), min(rows, vocab)
-    most = max(1, WINDOW_BYTES // (short * itemsize * MIN_WINDOW)) * MIN_WINDOW
+    window = min(max(rows * vocab * itemsize // WINDOW_SHARE, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+    most = max(1, window // (short * itemsize * MIN_WINDOW)) * MIN_WINDOW
     count = -(-long // most)
     # Equal windows, but for whole tiles: a short last one would waste a product.
     step = -(-long // (count * MIN_WINDOW)) * MIN_WINDOW
