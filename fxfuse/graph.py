@@ -126,7 +126,7 @@ class _Analysis:
                 candidate.read |= entry.reads == "loss"
                 candidate.shown = True
                 candidate.trail = (*candidate.trail, function_name(node))
-            elif entry is None and _may_hold_a_loss(node):
+            elif entry is None and not self._has_class_axis(node, candidate) and _may_hold_a_loss(node):
                 candidate.shown = True
         described = [v for v in values if isinstance(v, ClassTensor)]
         if not described or len(described) < len(values):
@@ -165,9 +165,12 @@ class _Analysis:
 
     def _follow(self, node: Node, candidate: Candidate) -> None:
         """Mark what a dense head flows into while it still has a class axis."""
-        outs = tensors(_example(node))
-        if any(compat.same(size, candidate.head.vocab) for out in outs for size in out.shape):
+        if self._has_class_axis(node, candidate):
             self._values[node] = _Dense(candidate)
+
+    @staticmethod
+    def _has_class_axis(node: Node, candidate: Candidate) -> bool:
+        return any(compat.same(size, candidate.head.vocab) for out in tensors(_example(node)) for size in out.shape)
 
     def _returned(self, node: Node) -> None:
         for source in node.all_input_nodes:
@@ -197,7 +200,7 @@ def _cut_off(call: Call, outcome: ClassTensor | Reader) -> ClassTensor | Reader:
 
 
 def _may_hold_a_loss(node: Node) -> bool:
-    """Whether something without a rule may be a loss, or contain one, rather than the rest of an MLP."""
+    """Whether something without a rule that reduces the class axis may be a loss or contain one."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) or "loss" in function_name(node)
 
 

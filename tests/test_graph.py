@@ -392,3 +392,30 @@ def test_forward_mode() -> None:
     before(x)
     with pytest.raises(fxfuse.FxfuseError, match="forward-mode"):
         tangent(before)
+
+
+class Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+        return z.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g
+
+
+class OwnLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+        return z.logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g[..., None].expand(2, 5, 64)
+
+
+def test_a_loss_of_the_users_own_is_reported_and_an_activation_is_not() -> None:
+    up, down, x = torch.nn.Linear(4, 64), torch.nn.Linear(64, 4), torch.randn(2, 5, 4)
+    assert captured_sites(lambda x: down(Activation.apply(up(x))), x) == []
+    (site,) = captured_sites(lambda x: OwnLoss.apply(up(x)), x)
+    assert site.reason is not None and site.reason.code == "unknown_reader"
