@@ -597,3 +597,25 @@ def test_nor_are_they_in_a_compiled_program(device: str, call: Callable[..., Ten
 def test_everything_public_is_exported() -> None:
     for name in ("linear_cross_entropy", "linear_log_probs", "linear_logsumexp", "FxfuseError"):
         assert name in fxfuse.__all__
+
+
+@pytest.mark.parametrize("backend", ["eager", "fxfuse"])
+def test_inside_a_compiled_function(device: str, backend: str) -> None:
+    """The functions themselves trace into one graph."""
+    p = problem(12, 8, 33, device=device)
+    index = p.target.view(3, 4)
+
+    def step(input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        x = input.view(3, 4, 8)
+        return (
+            fxfuse.linear_cross_entropy(x, weight, index, label_smoothing=0.1),
+            fxfuse.linear_log_probs(x, weight, index),
+            fxfuse.linear_logsumexp(x, weight),
+        )
+
+    torch._dynamo.reset()
+    options = {"fxfuse.inner": "eager"} if backend == "fxfuse" else None
+    compiled_step = torch.compile(step, backend=backend, fullgraph=True, options=options)
+    torch.testing.assert_close(
+        value_and_grads(compiled_step, p.input, p.weight), value_and_grads(step, p.input, p.weight)
+    )
