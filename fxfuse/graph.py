@@ -20,7 +20,7 @@ from .algebra import ClassTensor, Emit, Handle, Head, Logits, Reader
 from .mutation import Timeline, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
 from .options import Options
-from .passes import compute
+from .passes import compute, computes_again
 from .reasons import Reason, because
 from .report.records import Site
 from .report.source import function_name, location, module_path
@@ -321,10 +321,13 @@ class _Planner:
         head = candidate.head
         operands = [(handle, candidate.node) for handle in (head.input, head.weight, head.bias)]
         operands += [(handle, node) for node, reader in one.readers for handle in reader.operands]
+        saves = computes_again(reader for _, reader in one.readers)
         for handle, read_at in operands:
             if not isinstance(handle, Node):
                 continue
             writer = self.timeline.write_between(handle, read_at, one.place)
+            if writer is None and saves:
+                writer = self.timeline.write_after(handle, one.place)
             if writer is not None:
                 return because("operand_mutated", function_name(writer), location(writer))
             if self.timeline.unplaced_write(handle):

@@ -123,8 +123,7 @@ class Timeline:
         self.position: dict[Node, int] = {}
         self.region: dict[Node, Region] = {}
         self._region_ends: list[Node] = []
-        self._writes: dict[int, list[tuple[int, Node]]] = {}
-        self._certain: dict[int, int] = {}
+        self._writes: dict[int, list[tuple[int, Node, bool]]] = {}  # position, writer, certain
         region = Region()
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
@@ -134,8 +133,7 @@ class Timeline:
             self.region[node] = region = following
             written = writes(node)
             for key in {key for argument in written.arguments for key in storages(argument)}:
-                self._writes.setdefault(key, []).append((position, node))
-                self._certain[key] = self._certain.get(key, 0) + written.certain
+                self._writes.setdefault(key, []).append((position, node, written.certain))
 
     def end_of_region(self, node: Node) -> Node | None:
         """The next node that switches a mode, if any."""
@@ -145,11 +143,18 @@ class Timeline:
     def write_between(self, operand: Node, read: Node, place: Node) -> Node | None:
         """A node that may change ``operand`` between its being read by ``read`` and just before ``place``."""
         low, high = sorted((self.position[read], self.position[place] - 0.5))
+        found = (writer for position, writer, _ in self._writes_to(operand) if low < position < high)
+        return next(found, None)
+
+    def write_after(self, operand: Node, place: Node) -> Node | None:
+        """A node from ``place`` on that changes ``operand``, which a backward would then find changed."""
+        low = self.position[place]
+        found = (writer for position, writer, certain in self._writes_to(operand) if certain and position >= low)
+        return next(found, None)
+
+    def _writes_to(self, operand: Node) -> Iterator[tuple[int, Node, bool]]:
         for key in storages(operand):
-            for position, writer in self._writes.get(key, ()):
-                if low < position < high:
-                    return writer
-        return None
+            yield from self._writes.get(key, ())
 
     def unplaced_write(self, operand: Node) -> bool:
         """Whether something in this graph wrote to ``operand`` that was not recognised as a write.
@@ -158,4 +163,4 @@ class Timeline:
         """
         example = operand.meta.get("example_value")
         seen = max((t._version for t in tensors(example) if not t.is_inference()), default=0)
-        return seen > sum(self._certain.get(key, 0) for key in storages(operand))
+        return seen > sum(certain for _, _, certain in self._writes_to(operand))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,12 @@ from .ops.contract import acc_dtype
 IN_FORWARD = "gradients in forward"
 RECOMPUTED = "recompute in backward"
 FORWARD_ONLY = "forward only"
+
+
+def computes_again(readers: Iterable[Reader]) -> bool:
+    """Whether the backward of ``readers`` in one pass reads the operands again."""
+    first, *others = readers
+    return first.source.requires_grad and (bool(others) or first.coefficients is None)
 
 
 def compute(emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bool) -> tuple[str, list[Handle]]:

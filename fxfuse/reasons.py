@@ -57,8 +57,8 @@ _KINDS = (
     ),
     Kind(
         "operand_mutated",
-        "{detail} changes the hidden states, the weight or the targets between the projection and its reader",
-        "make the change before the projection or after the loss",
+        "{detail} changes the hidden states, the weight or the targets after the projection has read them",
+        "make the change before the projection, or to a copy (`x = x * 2` for `x *= 2`)",
     ),
     Kind(
         "subclass",

@@ -320,6 +320,13 @@ def _hidden_mutated_by_out(s: World) -> Any:
     return ce(z, s.y)
 
 
+def _frozen_then_hidden_mutated(s: World) -> Any:
+    x = s.x * 1  # a frozen weight does not make eager keep x for the backward
+    scores = _rows(F.linear(x, s.w.detach()).log_softmax(-1), s.y)
+    x.mul_(2)
+    return scores, x
+
+
 def _no_grad_view(s: World) -> Any:
     z = s.z
     with torch.no_grad():
@@ -466,6 +473,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "selected_by_tensor": ("unknown_reader", _selected_by_tensor),
     "hooked": ("unknown_reader", _hooked),
     "unbound": ("unknown_reader", _unbound),
+    "frozen_then_hidden_mutated": ("operand_mutated", _frozen_then_hidden_mutated),
     "hidden_mutated_by_dunder": ("operand_mutated", _hidden_mutated_by_dunder),
     "hidden_mutated_by_numpy": ("operand_mutated", _hidden_mutated_by_numpy),
     "hidden_mutated_by_user_function": ("operand_mutated", _hidden_mutated_by_user_function),
