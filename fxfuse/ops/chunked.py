@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import acc_dtype, gradient_or_none, stash_dtype
+from .contract import Upstream, acc_dtype, gradient_or_none, stash_dtype, weighted
 
 # Small enough to be a fraction of any logits worth fusing, large enough for full-speed products.
 CHUNK_BYTES = 32 << 20
@@ -86,20 +86,7 @@ def _exponentiate(z: Tensor, index: Tensor, class_weight: Tensor | None, want_cl
     return _RowStats(lse, residual, picked, torch.where(indexed, log_prob, 0.0), class_sum, total)
 
 
-class _Upstream(NamedTuple):
-    """The gradient that each statistic receives, or the coefficients of a loss that is linear in them."""
-
-    lse: Tensor
-    picked: Tensor
-    class_sum: Tensor | None
-
-    def nonzero(self) -> Tensor:
-        """The rows that contribute anything, [N] bool."""
-        rows = (self.lse != 0) | (self.picked != 0).any(1)
-        return rows if self.class_sum is None else rows | (self.class_sum != 0)
-
-
-def _to_gradient(e: Tensor, total: Tensor, index: Tensor, class_weight: Tensor | None, up: _Upstream) -> Tensor:
+def _to_gradient(e: Tensor, total: Tensor, index: Tensor, class_weight: Tensor | None, up: Upstream) -> Tensor:
     """Turn exponentials with row sums ``total`` into the gradient of the logits, in place."""
     e.mul_((up.lse / total)[:, None])
     e.scatter_add_(1, index.clamp(min=0), torch.where(index >= 0, up.picked, 0.0))
@@ -215,15 +202,15 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
     # log_prob is picked - lse, so its coefficient counts for both.
-    up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
+    up = Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
     wanted = (c_lse != 0) | up.nonzero()
     head = _Head.of(input, weight, bias, scale)
     loss = c_lse.new_zeros(())
 
     def add_loss(at: Tensor | slice, stats: _RowStats) -> None:
-        loss.add_(_weighted(c_lse[at], stats.lse) + _weighted(c_log_prob[at], stats.log_prob))
+        loss.add_(weighted(c_lse[at], stats.lse) + weighted(c_log_prob[at], stats.log_prob))
         if c_class_sum is not None and stats.class_sum is not None:
-            loss.add_(_weighted(c_class_sum[at], stats.class_sum))
+            loss.add_(weighted(c_class_sum[at], stats.class_sum))
 
     grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
     _sweep(head, input, index, class_weight, up, wanted, grads, add_loss)
@@ -247,7 +234,7 @@ def linear_stats_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    up = _Upstream(g_lse, g_picked, g_class_sum)
+    up = Upstream(g_lse, g_picked, g_class_sum)
     head = _Head.of(input, weight, bias, scale)
     grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
     _sweep(head, input, index, class_weight, up, up.nonzero(), grads, None)
@@ -255,17 +242,12 @@ def linear_stats_backward(
     return grads.input.to(input.dtype), grads.weight.to(weight.dtype), grads.bias.to(bias_dtype)
 
 
-def _weighted(c: Tensor, s: Tensor) -> Tensor:
-    """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
-    return torch.where(c == 0, 0.0, c * s).sum()
-
-
 def _sweep(
     head: _Head,
     input: Tensor,
     index: Tensor,
     class_weight: Tensor | None,
-    up: _Upstream,
+    up: Upstream,
     wanted: Tensor,
     grads: _Gradients,
     see: Callable[[Tensor | slice, _RowStats], None] | None,
@@ -278,7 +260,7 @@ def _sweep(
             see(chunk.at, stats)
         if not grads.any():
             continue
-        here = _Upstream(*(None if g is None else g[chunk.at] * head.scale for g in up))  # type: ignore[arg-type]
+        here = Upstream(*(None if g is None else g[chunk.at] * head.scale for g in up))  # type: ignore[arg-type]
         dz = _to_gradient(chunk.z, stats.total, chunk.index, c, here)
         rows = chunk.rows
         if wanted.device.type != "cpu":

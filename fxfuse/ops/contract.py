@@ -34,6 +34,8 @@ A row whose three upstream gradients are all zero contributes exactly zero, what
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -56,3 +58,24 @@ def stash_dtype(dtype: torch.dtype) -> torch.dtype:
 def gradient_or_none(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, needed: bool) -> Tensor:
     """A zeroed gradient of ``shape``, or the empty tensor that stands for "not asked for"."""
     return like.new_zeros(shape if needed else (0,), dtype=dtype)
+
+
+class Upstream(NamedTuple):
+    """The gradient that each statistic receives (or the coefficients of a loss that is linear in them).
+
+    In the accumulation dtype: ``lse [N]``, ``picked [N, K]`` and ``class_sum [N]`` or None.
+    """
+
+    lse: Tensor
+    picked: Tensor
+    class_sum: Tensor | None
+
+    def nonzero(self) -> Tensor:
+        """The rows that contribute anything, [N] bool."""
+        rows = (self.lse != 0) | (self.picked != 0).any(1)
+        return rows if self.class_sum is None else rows | (self.class_sum != 0)
+
+
+def weighted(c: Tensor, s: Tensor) -> Tensor:
+    """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
+    return torch.where(c == 0, 0.0, c * s).sum()

@@ -15,13 +15,12 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import chunked
-from .contract import stash_dtype
+from .contract import Upstream, stash_dtype, weighted
 
 # The buffer for the gradient of the logits: an eighth of the logits within these bounds, of whole tiles. Less costs
 # speed in short products, more costs memory that the fused ops are there to save.
@@ -96,31 +95,17 @@ def linear_loss(
     up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
     head = _Head.of(input, weight, bias, index, class_weight, scale)
     lse, _, log_prob, class_sum, residual = head.stats(c_class_sum is not None, up.nonzero())
-    loss = _weighted(c_lse, lse) + _weighted(c_log_prob, log_prob)
+    loss = weighted(c_lse, lse) + weighted(c_log_prob, log_prob)
     if c_class_sum is not None:
-        loss = loss + _weighted(c_class_sum, class_sum)
+        loss = loss + weighted(c_class_sum, class_sum)
     return loss, *head.gradients(lse, residual, up, needs, (stash_dtype(input.dtype),) * 3)
-
-
-def _weighted(c: Tensor, s: Tensor) -> Tensor:
-    """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
-    return torch.where(c == 0, 0.0, c * s).sum()
 
 
 # --- the head and its gradients -------------------------------------------------------------------------------
 
 
-class _Upstream(NamedTuple):
-    """The gradient that each statistic receives: float32 ``[N]``, ``[N, K]`` and ``[N]`` or None."""
-
-    lse: Tensor
-    picked: Tensor
-    class_sum: Tensor | None
-
-    def nonzero(self) -> Tensor:
-        """The rows that contribute anything, [N] bool."""
-        rows = (self.lse != 0) | (self.picked != 0).any(1)
-        return rows if self.class_sum is None else rows | (self.class_sum != 0)
+class _Upstream(Upstream):
+    """The same, with what only the kernels ask of it."""
 
     def bound(self, class_weight: Tensor | None) -> Tensor:
         """A bound of the finite gradients of logits, up to the head's scale: [1] float32."""
