@@ -44,7 +44,7 @@ def implementations() -> dict[str, Callable[..., torch.Tensor]]:
     return {
         "eager": plain,
         "inductor": torch.compile(plain, dynamic=False),
-        "fxfuse": torch.compile(plain, backend="fxfuse", dynamic=False),
+        "fxfuse": torch.compile(plain, backend="fxfuse", dynamic=False, options={"fxfuse.min_logits_bytes": 0}),
         "fxfuse (function)": fxfuse.linear_cross_entropy,
     }
 
@@ -164,8 +164,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         shapes = [SHAPES.get(s) or tuple(int(n) for n in s.split("x")) for s in args.shape or SHAPES]
-        if any(len(shape) != 3 for shape in shapes):
-            raise ValueError("three sizes are needed")
+        if any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
+            raise ValueError("three sizes of one or more are needed")
     except ValueError as wrong:
         parser.error(f"--shape: {wrong}; give NxDxV or one of {', '.join(SHAPES)}")
     results = []

@@ -9,7 +9,7 @@ algebra never looks inside a handle.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -198,12 +198,14 @@ class Reader:
 
     Attributes:
         source: the logits or log-probabilities that are read.
+        name: of the function, with the options that differ from its defaults.
         index: the classes that are picked, or None.
         finish: from the statistics of the rows (and the validated index) to what eager returns, but for its dtype.
         coefficients: for a scalar reader that is linear in the statistics: from the validated index to the
             coefficients. Its gradients can then be computed in the forward pass.
         want_class_sum, class_weight: whether ``class_sum`` is read, and with which weights ``[V]``.
         skip_unindexed: rows without an index do not matter.
+        operands: every tensor that is read besides the logits.
     """
 
     source: ClassTensor
@@ -214,7 +216,7 @@ class Reader:
     want_class_sum: bool = False
     class_weight: Handle | None = None
     skip_unindexed: bool = False
-    operands: tuple[Handle, ...] = field(default=())  # every handle that is read besides the logits
+    operands: tuple[Handle, ...] = ()
 
     @property
     def pattern(self) -> str:

@@ -1,14 +1,15 @@
-"""Everything private of PyTorch that fxfuse touches, for each supported version (2.11 to 2.13)."""
+"""What is private of PyTorch and fxfuse needs all the same, for each supported version (2.11 to 2.13)."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -47,7 +48,43 @@ def forward_ad_active() -> bool:
 
 def transform_active() -> bool:
     """Whether a ``torch.func`` transform is under way around the caller."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return maybe_current_level() is not None
+
+
+def schemas(target: Any) -> list[Any] | None:
+    """The schemas of an operator, or None for anything else."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name)._schema for name in target.overloads()]
+    return [target._schema] if isinstance(target, torch._ops.OpOverload) else None
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a call target is an operator that runs a graph of its own."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def version(example: Tensor) -> int:
+    """How often an example value or a view of it was written to while the graph was captured."""
+    return 0 if example.is_inference() else example._version
+
+
+def dynamo_source(node: Any) -> str:
+    """The Python expression that a placeholder came from, ``"L['self']._modules['lm_head']"``; or empty."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method up to torch 2.11, a property later
+
+
+def uncompiled(fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What was compiled into ``fn``, and the options it was compiled with as far as they can be found."""
+    inner = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", None))
+    if inner is None:
+        return fn, {}
+    backend = getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
+    if backend is None and getattr(fn, "__closure__", None):
+        backend = inspect.getclosurevars(fn).nonlocals.get("callback")
+    while backend is not None and not hasattr(backend, "kwargs"):
+        backend = getattr(backend, "_torchdynamo_orig_backend", None)
+    return inner, dict(getattr(backend, "kwargs", {}).get("options") or {})
 
 
 def storage(example: Tensor) -> int | None:

@@ -47,6 +47,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, …)`` without the logits.
 
+    Unlike there, ``input`` may have any number of leading dimensions, which ``target`` repeats.
+
     Args:
         input: hidden states ``[..., D]``, float32, float16, bfloat16 or float64.
         linear_weight: ``[V, D]``, of the same dtype.
@@ -71,14 +73,14 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
     }
+    _check_tensors(input=input, linear_weight=linear_weight, target=target)
     rows = _rows(input)
     leading = input.shape[:-1]
     labels = target
-    whole = isinstance(target, Tensor)  # anything else is eager's to refuse
-    if whole and input.dim() > 2 and target.shape[: len(leading)] == leading:  # class indices or class probabilities
+    if input.dim() > 2 and target.shape[: len(leading)] == leading:  # class indices or class probabilities
         labels = target.flatten(0, len(leading) - 1)
     steps = [(F.cross_entropy, (labels,), options)]
-    loss = _read(rows, linear_weight, linear_bias, steps, whole and labels.shape == rows.shape[:-1])
+    loss = _read(rows, linear_weight, linear_bias, steps, labels.shape == rows.shape[:-1])
     return loss.reshape(leading) if reduction == "none" else loss
 
 
@@ -100,6 +102,7 @@ def linear_log_probs(
         RuntimeError: whatever eager raises for the arguments, an index out of range among them (on CUDA a
             device-side assertion).
     """
+    _check_tensors(input=input, linear_weight=linear_weight, index=index)
     single = index.dim() == input.dim() - 1
     columns = index.unsqueeze(-1) if single else index
     fits = columns.shape[:-1] == input.shape[:-1]
@@ -124,9 +127,15 @@ def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tenso
     Raises:
         RuntimeError: whatever eager raises for the arguments.
     """
-
+    _check_tensors(input=input, linear_weight=linear_weight)
     lse = _read(_rows(input), linear_weight, linear_bias, [(torch.logsumexp, (-1,), {})], True)
     return lse.reshape(input.shape[:-1])
+
+
+def _check_tensors(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"argument {name!r} must be a Tensor, not {type(value).__name__}")
 
 
 def _rows(input: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class Candidate:
     read: bool = False  # by a loss or the like
     shown: bool = False  # returned from the graph, or read by something that also reads other things than logits
     trail: tuple[str, ...] = ()
+    class_sizes: set[Any] = field(default_factory=set)  # V, and those of selections of classes
 
     def keep(self, reason: Reason) -> None:
         self.kept = self.kept or reason
@@ -100,7 +101,7 @@ class _Analysis:
         head = head_of(_key(node), call, node.args, node.kwargs)
         if head is None:
             return
-        candidate = Candidate(node, head, derived=[node])
+        candidate = Candidate(node, head, derived=[node], class_sizes={head.vocab})
         self.candidates.append(candidate)
         reason = _unfit(candidate)
         if reason is not None:
@@ -146,7 +147,10 @@ class _Analysis:
         except Keep as refused:
             for value in described:
                 self._owner_of(value).keep(refused.reason)
-            self._follow(node, self._owner_of(described[0]))
+            candidate = self._owner_of(described[0])
+            if entry is not None and not entry.reads and isinstance(out, Tensor) and out.dim():
+                candidate.class_sizes.add(out.shape[-1])  # a selection of classes, perhaps
+            self._follow(node, candidate)
             return
         candidate = self._owner_of(described[0])
         if isinstance(outcome, Reader):
@@ -170,7 +174,8 @@ class _Analysis:
 
     @staticmethod
     def _has_class_axis(node: Node, candidate: Candidate) -> bool:
-        return any(compat.same(size, candidate.head.vocab) for out in tensors(_example(node)) for size in out.shape)
+        sizes = (size for out in tensors(_example(node)) for size in out.shape)
+        return any(compat.same(size, known) for size in sizes for known in candidate.class_sizes)
 
     def _returned(self, node: Node) -> None:
         for source in node.all_input_nodes:
@@ -201,7 +206,7 @@ def _cut_off(call: Call, outcome: ClassTensor | Reader) -> ClassTensor | Reader:
 
 def _may_hold_a_loss(node: Node) -> bool:
     """Whether something without a rule that reduces the class axis may be a loss or contain one."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator) or "loss" in function_name(node)
+    return compat.is_higher_order(node.target) or "loss" in function_name(node)
 
 
 def _key(node: Node) -> Any:

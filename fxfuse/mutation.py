@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from .compat import storage
+from .compat import schemas, storage, version
 
 _INPLACE_OPERATORS = frozenset(
     (
@@ -66,20 +66,13 @@ def writes(node: Node) -> Writes:
         return Writes(node.all_input_nodes, certain=False)
     if node.target in _INPLACE_OPERATORS:
         return Writes(first)
-    schemas = _schemas(node.target)
-    if schemas is not None:
-        return Writes(node.all_input_nodes if any(schema.is_mutable for schema in schemas) else written)
+    found = schemas(node.target)
+    if found is not None:
+        return Writes(node.all_input_nodes if any(schema.is_mutable for schema in found) else written)
     name = getattr(node.target, "__name__", "")
     if _is_inplace_name(name) or any(part in name for part in _UPDATING) or _asks_for_inplace(node):
         return Writes(node.all_input_nodes)
     return Writes(written) if _is_pure(node.target) else Writes(node.all_input_nodes, certain=False)
-
-
-def _schemas(target: Any) -> list[Any] | None:
-    """The schemas of an operator, or None for anything else."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return [getattr(target, name)._schema for name in target.overloads()]
-    return [target._schema] if isinstance(target, torch._ops.OpOverload) else None
 
 
 def _is_pure(target: Any) -> bool:
@@ -162,5 +155,5 @@ class Timeline:
         An example value counts writes to itself and its views in its version, whatever made them.
         """
         example = operand.meta.get("example_value")
-        seen = max((t._version for t in tensors(example) if not t.is_inference()), default=0)
+        seen = max(map(version, tensors(example)), default=0)
         return seen > sum(certain for _, _, certain in self._writes_to(operand))

@@ -22,18 +22,20 @@ _KINDS = (
     Kind(
         "too_small",
         "the logits are only {detail}, less than fxfuse.min_logits_bytes",
-        'compile with options={"fxfuse.min_logits_bytes": 0} to fuse every head however small',
+        'compile with backend="fxfuse", options={"fxfuse.min_logits_bytes": 0} (and no mode) to fuse every head',
         mendable=False,
     ),
     Kind(
         "returned",
         "the logits leave the compiled function ({detail})",
-        "return the loss or the log-probabilities, not the logits, from the function that is compiled",
+        "compile the function that computes the loss and return only the loss from it; if it does so already, the "
+        "graph breaks between the projection and the loss (TORCH_LOGS=graph_breaks says where)",
     ),
     Kind(
         "unknown_reader",
         "{detail} reads the logits, and fxfuse has no rule for it",
-        "read the logits only through cross_entropy, log_softmax and gather, nll_loss, or logsumexp",
+        "read them only through cross_entropy, log_softmax and gather, nll_loss, or logsumexp; take anything else, "
+        "such as a metric, from a separate call",
     ),
     Kind(
         "unsupported_argument",

@@ -82,7 +82,7 @@ def test_disabled() -> None:
 
 
 def test_strict_raises_what_the_user_can_mend() -> None:
-    with pytest.raises(fxfuse.FxfuseError, match=r"programs.py:\d+.*return the loss"):
+    with pytest.raises(fxfuse.FxfuseError, match=r"programs.py:\d+.*return only the loss"):
         compiled(returned, strict=True)(World.make())
     compiled(loss, strict=True)(World.make())
     torch._dynamo.reset()

@@ -613,6 +613,12 @@ def test_inside_a_compiled_function(device: str, backend: str) -> None:
             fxfuse.linear_logsumexp(x, weight),
         )
 
+    graphs: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    torch.compile(step, backend=lambda gm, _: graphs.append(gm) or gm, fullgraph=True)(p.input, p.weight)
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("fxfuse.linear_" in name for name in called) == 3, "the logits are built"
+
     torch._dynamo.reset()
     options = {"fxfuse.inner": "eager"} if backend == "fxfuse" else None
     compiled_step = torch.compile(step, backend=backend, fullgraph=True, options=options)

@@ -319,6 +319,18 @@ def test_logits_that_nothing_reads_are_reported_when_returned() -> None:
     assert site.reason is not None and site.reason.code == "returned"
 
 
+def test_explain_keeps_the_options_of_what_was_compiled() -> None:
+    model, ids = Model(), torch.randint(VOCAB, (2, 5))
+    for f in (model, lambda ids: model(ids)):
+        (site,) = fxfuse.explain(compiled(f), ids)
+        assert site.status == "fused"
+
+
+def test_a_selection_of_classes_is_followed_to_its_loss() -> None:
+    (site,) = captured_sites(lambda s: F.cross_entropy(s.z[..., :3].reshape(-1, 3), s.y.view(-1) % 3), World.make())
+    assert site.reason is not None and "a selection of classes" in site.reason.sentence
+
+
 def test_explain_twice_gives_the_same_and_only_its_own() -> None:
     model, ids = Model(), torch.randint(VOCAB, (2, 5))
     first, second = fxfuse.explain(model, ids), fxfuse.explain(torch.compile(model), ids)

@@ -203,7 +203,7 @@ def linear_loss(
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
     # log_prob is picked - lse, so its coefficient counts for both.
     up = Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
-    wanted = (c_lse != 0) | up.nonzero()
+    wanted = up.nonzero()
     head = _Head.of(input, weight, bias, scale)
     loss = c_lse.new_zeros(())
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..compat import uncompiled
+from ..options import PREFIX
 from .records import Report, Site, journal
 
 
@@ -19,7 +21,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """What fxfuse does with the heads of ``fn``, found by calling it once.
 
     Args:
-        fn: a function or module, compiled already or not.
+        fn: a function or module, compiled already or not. If it was compiled with options of fxfuse, they hold.
         *args, **kwargs: what it is called with. The call is real, side effects included.
 
     Returns:
@@ -32,11 +34,12 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     from ..backend import fxfuse
 
-    fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
+    fn, options = uncompiled(fn)
+    own = {key: value for key, value in options.items() if key.startswith(PREFIX)}
     since = len(journal)
     torch._dynamo.reset()
     try:
-        torch.compile(fn, backend=fxfuse, options={"fxfuse.inner": "eager"})(*args, **kwargs)
+        torch.compile(fn, backend=fxfuse, options={**own, f"{PREFIX}inner": "eager"})(*args, **kwargs)
     finally:
         torch._dynamo.reset()
     return journal.report(since)

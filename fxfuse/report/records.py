@@ -17,8 +17,8 @@ class Site:
     """One projection to the vocabulary in one compiled graph, and what became of it.
 
     Attributes:
-        status: ``"fused"`` (the logits no longer exist), ``"deferred"`` (they are computed only if read), or
-            ``"kept"`` (left as it was).
+        status: ``"fused"`` (the logits no longer exist) or ``"kept"`` (left as it was). ``"deferred"`` is for logits
+            that are computed only if read, which this version never does.
         pattern: the chain from the projection to its readers, ``"linear → view → cross_entropy"``; several
             readers are joined by ``" + "``.
         where: ``file.py:line`` of the projection in the user's source.
@@ -108,10 +108,6 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._graphs)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._graphs.clear()
 
 
 journal = Journal()

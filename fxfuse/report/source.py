@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..compat import dynamo_source
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
 _MODULE_PART = re.compile(r"\._?(?:modules|parameters|buffers)\['?([^\]']+)'?\]|\.([A-Za-z_]\w*)")
 
 
@@ -35,15 +38,8 @@ def module_path(node: Node, weight: Any) -> str:
             return _clean(path)
     while isinstance(weight, Node) and weight.op != "placeholder" and weight.all_input_nodes:
         weight = weight.all_input_nodes[0]
-    source = getattr(weight, "_dynamo_source", None)
-    path, owned, _ = ("" if source is None else _source_name(source)).rpartition("._parameters")
+    path, owned, _ = dynamo_source(weight).rpartition("._parameters")
     return _clean(path) if owned else ""
-
-
-def _source_name(source: Any) -> str:
-    # A method up to torch 2.11, a property later.
-    name = source.name
-    return str(name() if callable(name) else name)
 
 
 def _clean(path: str) -> str:

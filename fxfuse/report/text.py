@@ -125,7 +125,8 @@ def _totals(sites: Sequence[Site]) -> str:
 def _no_heads(graphs: int) -> str:
     if not graphs:
         return "No heads seen: nothing was compiled."
-    return f"No heads seen: {_plural(graphs, 'graph')} compiled, none with a projection to a vocabulary."
+    compiled = _plural(graphs, "graph")
+    return f"No heads seen: {compiled} compiled, none with a projection to a vocabulary that fxfuse recognises."
 
 
 def _plural(count: int, noun: str) -> str:
