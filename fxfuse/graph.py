@@ -43,7 +43,7 @@ class Candidate:
     read: bool = False  # by a loss or the like
     shown: bool = False  # returned from the graph, or read by something that also reads other things than logits
     trail: tuple[str, ...] = ()
-    class_sizes: set[Any] = field(default_factory=set)  # V, and those of selections of classes
+    class_sizes: list[Any] = field(default_factory=list)  # V, and those of selections of classes
 
     def keep(self, reason: Reason) -> None:
         self.kept = self.kept or reason
@@ -101,7 +101,7 @@ class _Analysis:
         head = head_of(_key(node), call, node.args, node.kwargs)
         if head is None:
             return
-        candidate = Candidate(node, head, derived=[node], class_sizes={head.vocab})
+        candidate = Candidate(node, head, derived=[node], class_sizes=[head.vocab])
         self.candidates.append(candidate)
         reason = _unfit(candidate)
         if reason is not None:
@@ -147,10 +147,7 @@ class _Analysis:
         except Keep as refused:
             for value in described:
                 self._owner_of(value).keep(refused.reason)
-            candidate = self._owner_of(described[0])
-            if entry is not None and not entry.reads and isinstance(out, Tensor) and out.dim():
-                candidate.class_sizes.add(out.shape[-1])  # a selection of classes, perhaps
-            self._follow(node, candidate)
+            self._follow(node, self._owner_of(described[0]))
             return
         candidate = self._owner_of(described[0])
         if isinstance(outcome, Reader):
@@ -169,6 +166,11 @@ class _Analysis:
 
     def _follow(self, node: Node, candidate: Candidate) -> None:
         """Mark what a dense head flows into while it still has a class axis."""
+        entry, out = TABLE.get(_key(node)), _example(node)
+        if entry is not None and not entry.reads and isinstance(out, Tensor) and out.dim():
+            size = out.shape[-1]
+            if not any(compat.same(size, known) for known in candidate.class_sizes):
+                candidate.class_sizes.append(size)  # a selection of classes, perhaps
         if self._has_class_axis(node, candidate):
             self._values[node] = _Dense(candidate)
 

@@ -326,6 +326,21 @@ def test_explain_keeps_the_options_of_what_was_compiled() -> None:
         assert site.status == "fused"
 
 
+@pytest.mark.parametrize("classes", [None, 4])
+def test_a_symbolic_vocabulary(classes: int | None) -> None:
+    """A weight that is no Parameter has symbolic sizes under dynamic=True."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.linear(x, w)[:, : classes or w.shape[0]]
+        return F.cross_entropy(z, y)
+
+    x, w, y = torch.randn(6, 3), torch.randn(7, 3), torch.randint(4, (6,))
+    torch._dynamo.reset()
+    with new_sites() as sites:
+        torch.testing.assert_close(compiled(program, dynamic=True)(x, w, y), program(x, w, y))
+    assert [site.reason.code for site in sites if site.reason] == ["shape"]
+
+
 def test_a_selection_of_classes_is_followed_to_its_loss() -> None:
     (site,) = captured_sites(lambda s: F.cross_entropy(s.z[..., :3].reshape(-1, 3), s.y.view(-1) % 3), World.make())
     assert site.reason is not None and "a selection of classes" in site.reason.sentence
