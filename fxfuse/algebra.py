@@ -181,13 +181,8 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Index:
-    """Which class to pick in each row.
+    """Which class to pick in each row: ``make`` emits the validated ``[N, K]``. Equal ``key``, same index."""
 
-    ``handle`` holds class indices; ``make`` emits the ``[N, K]`` validated index from it. Two indices with equal
-    ``key`` are the same.
-    """
-
-    handle: Handle
     make: Callable[[Emit], Handle]
     key: tuple[Any, ...]
 

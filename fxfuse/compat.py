@@ -29,11 +29,8 @@ def hint(size: Any) -> int:
 
 def is_plain(example: Any) -> bool:
     """Whether an example value stands for an ordinary strided tensor: no subclass, wrapper or exotic layout."""
-    if type(example) not in (FakeTensor, Tensor, torch.nn.Parameter) and not (
-        isinstance(example, FakeTensor) and type(example) is torch.nn.Parameter
-    ):
-        return False
-    return example.layout == torch.strided and not example.is_quantized
+    plain = type(example) in (FakeTensor, Tensor, torch.nn.Parameter)
+    return plain and example.layout == torch.strided and not example.is_quantized
 
 
 def is_functional_wrapper(example: Any) -> bool:

@@ -6,6 +6,7 @@ replaced. A failure before that last step leaves the graph as it was.
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -177,7 +178,10 @@ class _Analysis:
     @staticmethod
     def _has_class_axis(node: Node, candidate: Candidate) -> bool:
         sizes = (size for out in tensors(_example(node)) for size in out.shape)
-        return any(compat.same(size, known) for size in sizes for known in candidate.class_sizes)
+        # Of every node that a dense head flows to, for the report alone: a symbol is not held against a number, which
+        # would ask the solver.
+        known = candidate.class_sizes
+        return any(type(size) is type(other) and compat.same(size, other) for size in sizes for other in known)
 
     def _returned(self, node: Node) -> None:
         for source in node.all_input_nodes:
@@ -328,7 +332,7 @@ class _Planner:
         head = candidate.head
         operands = [(handle, candidate.node) for handle in (head.input, head.weight, head.bias)]
         operands += [(handle, node) for node, reader in one.readers for handle in reader.operands]
-        saves = computes_again(reader for _, reader in one.readers)
+        saves = computes_again([reader for _, reader in one.readers])
         for handle, read_at in operands:
             if not isinstance(handle, Node):
                 continue
@@ -368,7 +372,7 @@ class _GraphEmit(Emit):
     def anew(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Like a call, but the node is never one that was made before."""
         with self.graph.inserting_before(self.place):
-            if function.__class__.__name__ == "method_descriptor":
+            if isinstance(function, types.MethodDescriptorType):
                 node = self.graph.call_method(function.__name__, args, kwargs)
             else:
                 node = self.graph.call_function(function, args, kwargs)

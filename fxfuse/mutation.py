@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import types
@@ -24,7 +25,7 @@ _INPLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _INPLACE
 # Functions that update buffers which they are given, with nothing in their name or schema to tell.
 _UPDATING = ("batch_norm", "instance_norm")
 _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
-_PLAIN_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, type(torch.Tensor.add), type)
+_PLAIN_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -85,11 +86,20 @@ def _is_pure(target: Any) -> bool:
     return known and isinstance(target, _PLAIN_CALLABLES)
 
 
+@functools.cache
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # most builtins tell nothing
+        return None
+
+
 def _asks_for_inplace(node: Node) -> bool:
     """Whether a call such as ``F.relu(x, inplace=True)`` works in place; ``F.embedding`` does under max_norm."""
+    signature = _signature(node.target)
     try:
-        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        given = signature.bind(*node.args, **node.kwargs).arguments if signature else {}
+    except TypeError:
         return False
     return bool(given.get("inplace")) or given.get("max_norm") is not None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ RECOMPUTED = "recompute in backward"
 FORWARD_ONLY = "forward only"
 
 
-def computes_again(readers: Iterable[Reader]) -> bool:
+def computes_again(readers: Sequence[Reader]) -> bool:
     """Whether the backward of ``readers`` in one pass reads the operands again."""
-    first, *others = readers
-    return first.source.requires_grad and (bool(others) or first.coefficients is None)
+    return readers[0].source.requires_grad and not _makes_gradients_in_forward(readers)
+
+
+def _makes_gradients_in_forward(readers: Sequence[Reader]) -> bool:
+    return len(readers) == 1 and readers[0].coefficients is not None
 
 
 def compute(emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bool) -> tuple[str, list[Handle]]:
@@ -36,9 +39,8 @@ def compute(emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bo
     operands = (head.input, head.weight, head.bias)
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in operands]
     prepared = _operands(emit, head, readers[0])
-    alone = readers[0] if len(readers) == 1 else None
-    if alone is not None and alone.coefficients is not None and not (in_checkpoint and any(needs)):
-        results = [_loss(emit, alone, prepared, needs)]
+    if _makes_gradients_in_forward(readers) and not (in_checkpoint and any(needs)):
+        results = [_loss(emit, readers[0], prepared, needs)]
         return (IN_FORWARD if any(needs) else FORWARD_ONLY), results
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), _statistics(emit, readers, prepared)
 

@@ -115,10 +115,10 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
 
 
 def spills_in_product(cubin: bytes, folder: pathlib.Path) -> int:
-    """Accesses to spilled registers in the innermost loop that multiplies most; 0 where nothing can disassemble."""
+    """Accesses to spilled registers in the innermost loop that multiplies most."""
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
-        return 0
+        pytest.skip("it compiles; this Triton has no cuobjdump to look for spills with")
     (folder / "kernel.cubin").write_bytes(cubin)
     text = subprocess.run([tool, "-sass", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..algebra import ClassTensor, Head, Reader
+from ..algebra import ClassTensor, Head
 from ..reasons import Reason, because
 
 
@@ -51,7 +51,6 @@ class Call:
         raise Keep(because(code, detail or self.name, self.where))
 
 
-Outcome = ClassTensor | Reader
 Function = Callable[..., Any] | str
 
 
@@ -65,6 +64,7 @@ class Rule:
     apply: Callable[..., Any]
     signature: inspect.Signature
     tracked: tuple[str, ...]
+    wanted: frozenset[str]  # the arguments that ``apply`` takes
     reads: str = ""
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -73,16 +73,15 @@ class Rule:
         except TypeError:
             call.keep("unsupported_argument", f"{call.name} is called in a form that fxfuse does not know")
         given = bound.arguments
-        wanted = inspect.signature(self.apply).parameters
         if self.tracked and not any(isinstance(given.get(name), ClassTensor) for name in self.tracked):
             call.keep("unknown_reader")
         for name, value in given.items():
             if name not in self.tracked and _holds_class_tensor(value):
                 call.keep("unknown_reader", f"{call.name} (as its argument {name})")
             default = self.signature.parameters[name].default
-            if name not in wanted and not name.startswith("_") and value is not default and value != default:
+            if name not in self.wanted and not name.startswith("_") and value is not default and value != default:
                 call.keep("unsupported_argument", f"{call.name} has {name}={value!r}, which fxfuse does not support")
-        return self.apply(call, **{name: value for name, value in given.items() if name in wanted})
+        return self.apply(call, **{name: value for name, value in given.items() if name in self.wanted})
 
 
 def _holds_class_tensor(value: Any) -> bool:
@@ -109,6 +108,12 @@ def _register(table: dict[Function, Rule], functions: tuple[Function, ...], make
     return decorate
 
 
+def _after_call(apply: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a rule without its first parameter, the call."""
+    signature = inspect.signature(apply)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
 def rule(
     *functions: Function,
     like: Callable[..., Any] | None = None,
@@ -122,10 +127,8 @@ def rule(
     """
 
     def make(apply: Callable[..., Any]) -> Rule:
-        signature = inspect.signature(like or apply)
-        if like is None:
-            signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-        return Rule(apply, signature, tracked, reads)
+        own = _after_call(apply)
+        return Rule(apply, inspect.signature(like) if like else own, tracked, frozenset(own.parameters), reads)
 
     return _register(TABLE, functions, make)
 
@@ -134,8 +137,8 @@ def head(*functions: Function) -> Callable[[Callable[..., Any]], Callable[..., A
     """Make the decorated function say which ``Head``, if any, a call of ``functions`` is."""
 
     def make(apply: Callable[..., Any]) -> Rule:
-        signature = inspect.signature(apply)
-        return Rule(apply, signature.replace(parameters=list(signature.parameters.values())[1:]), ())
+        own = _after_call(apply)
+        return Rule(apply, own, (), frozenset(own.parameters))
 
     return _register(HEADS, functions, make)
 

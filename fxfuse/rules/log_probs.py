@@ -70,4 +70,4 @@ def _picked(call: Call, input: Any, dim: Any, index: Any) -> Reader:
         return shaped if last else emit(torch.movedim, shaped, -1, axis)
 
     # How the rows lie in the index depends on the axis, so the axis is part of what the index is.
-    return Reader(input, call.name, finish, Index(index, make, (index, "gather", axis)), operands=(index,))
+    return Reader(input, call.name, finish, Index(make, (index, "gather", axis)), operands=(index,))

@@ -94,7 +94,7 @@ def _class_index_loss(
         input,
         _spelled(call.name, ignore_index, reduction, label_smoothing, weight),
         finish,
-        Index(target, make, (target, "target", ignore_index)),
+        Index(make, (target, "target", ignore_index)),
         coefficients=None if reduction == "none" else formula.coefficients,
         want_class_sum=label_smoothing > 0,
         class_weight=weight if label_smoothing > 0 else None,
