@@ -29,6 +29,8 @@ class Tile(NamedTuple):
     hidden: int
     warps: int
     stages: int
+    slots: int = 1  # programs that share a processor
+    group: int = GROUP
 
 
 # For a generation and the bytes of an operand's element: tiles by growing number of rows. A call takes the first that
@@ -65,6 +67,49 @@ def tile(x: Tensor, weight: Tensor) -> Tile:
         generation = "elementwise"
     choices = TILES[generation, x.dtype.itemsize]
     return next((choice for choice in choices if choice.rows >= x.shape[0]), choices[-1])
+
+
+# For kernels on tensor descriptors. Large tiles spare energy, which is what limits long products; where products are
+# short (few hidden units), two smaller programs share a processor: one multiplies while the other ends its tile.
+DESCRIBED: dict[str, tuple[Tile, ...]] = {
+    "stats": (Tile(16, 128, 128, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)),
+    "exponentials": (Tile(128, 256, 64, 8, 3),),
+    "dlogits": (Tile(128, 256, 64, 8, 3),),
+    "d_input": (Tile(128, 256, 64, 8, 4, group=8),),
+    "d_weight": (Tile(128, 256, 64, 8, 3, group=8),),
+}
+SHARED = Tile(128, 128, 64, 4, 3, slots=2)
+SHORT = 1536
+NARROW_INPUT = Tile(128, 128, 64, 8, 4)
+INTERPRETED = Tile(16, 64, 16, 4, 1)
+ROW_BLOCK = 128
+
+
+def has_descriptors(input: Tensor) -> bool:
+    """Whether kernels on tensor descriptors are to be used for operands like ``input``."""
+    generation = machine(input.device).generation
+    if generation == "interpreter":
+        return input.dtype in (torch.float16, torch.float32)
+    return generation == "hopper" and input.dtype in (torch.float16, torch.bfloat16)
+
+
+def row_block(device: torch.device) -> int:
+    """Rows are listed in whole blocks of this many, a multiple of every tile's rows."""
+    return INTERPRETED.rows if machine(device).generation == "interpreter" else ROW_BLOCK
+
+
+def described(kernel: str, input: Tensor) -> Tile:
+    """The tile of a kernel on descriptors for hidden states ``input [N, D]``."""
+    if machine(input.device).generation == "interpreter":
+        return INTERPRETED
+    rows, hidden = input.shape
+    if kernel == "d_input":
+        # The last tile of the hidden units should not be half empty.
+        return DESCRIBED[kernel][0] if -(-hidden // 256) * 256 <= 1.1 * hidden else NARROW_INPUT
+    if hidden <= SHORT and rows > 64:
+        return SHARED
+    choices = DESCRIBED[kernel]
+    return next((choice for choice in choices if choice.rows >= rows), choices[-1])
 
 
 def loads_vectors(matrix: Tensor) -> bool:

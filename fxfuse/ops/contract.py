@@ -79,3 +79,19 @@ class Upstream(NamedTuple):
 def weighted(c: Tensor, s: Tensor) -> Tensor:
     """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
     return torch.where(c == 0, 0.0, c * s).sum()
+
+
+def normalisation(up: Upstream, class_weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """A power of two that brings the finite gradients of the logits below 2**15, and its inverse, ``[1]`` float32 each.
+
+    They then fit float16 with the largest near the top, so that small probabilities times small coefficients keep their
+    bits. Nothing is read by the host.
+    """
+    rows = up.lse.abs() + up.picked.abs().sum(1)
+    if up.class_sum is not None:
+        rows = rows + up.class_sum.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
+    bound = torch.where(rows.isfinite(), rows, 0.0).amax(0, keepdim=True) * abs(scale)
+    _, exponent = torch.frexp(bound)
+    # An exponent far below 0 would overflow the factor.
+    exponent = exponent.clamp(min=-100)
+    return torch.exp2((15 - exponent).float()), torch.exp2((exponent - 15).float())

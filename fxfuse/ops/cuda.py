@@ -15,12 +15,14 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels import tiles
 from . import chunked
-from .contract import Upstream, stash_dtype, weighted
+from .contract import Upstream, normalisation, stash_dtype, weighted
 
 # The buffer for the gradient of the logits: an eighth of the logits within these bounds, of whole tiles. Less costs
 # speed in short products, more costs memory that the fused ops are there to save.
@@ -41,8 +43,13 @@ def linear_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not _has_kernels(input, weight):
         return chunked.linear_stats(input, weight, bias, index, class_weight, scale, want_class_sum, skip_unindexed)
+    head = _Head.of(input, weight, bias, index, class_weight, scale)
+    if head.is_described():
+        with _current(input.device):
+            out = _hopper().linear_stats(head.call(), want_class_sum, skip_unindexed)
+        return out.lse, out.picked, out.log_prob, out.class_sum, out.residual
     wanted = (index >= 0).any(1) if skip_unindexed else None
-    return _Head.of(input, weight, bias, index, class_weight, scale).stats(want_class_sum, wanted)  # type: ignore[return-value]
+    return head.stats(want_class_sum, wanted)  # type: ignore[return-value]
 
 
 def linear_stats_backward(
@@ -68,7 +75,13 @@ def linear_stats_backward(
         )
     head = _Head.of(input, weight, bias, index, class_weight, scale)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    return head.gradients(lse, residual, _Upstream(g_lse, g_picked, g_class_sum), needs, dtypes)
+    up = _Upstream(g_lse, g_picked, g_class_sum).contiguous()
+    if head.is_described():
+        with _current(input.device):
+            return _hopper().linear_stats_backward(
+                head.call(), lse.contiguous(), residual.contiguous(), up, needs, dtypes
+            )
+    return head.gradients(lse, residual, up, needs, dtypes)
 
 
 def linear_loss(
@@ -90,10 +103,15 @@ def linear_loss(
         return chunked.linear_loss(
             input, weight, bias, index, class_weight, scale, c_lse, c_log_prob, c_class_sum, *needs
         )
+    head = _Head.of(input, weight, bias, index, class_weight, scale)
+    if head.is_described():
+        with _current(input.device):
+            c = _Upstream(c_lse, c_log_prob, c_class_sum).contiguous()
+            loss, grads = _hopper().linear_loss(head.call(), c, needs)
+        return loss, *grads
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
     # log_prob is picked - lse, so its coefficient counts for both.
     up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
-    head = _Head.of(input, weight, bias, index, class_weight, scale)
     lse, _, log_prob, class_sum, residual = head.stats(c_class_sum is not None, up.nonzero())
     loss = weighted(c_lse, lse) + weighted(c_log_prob, log_prob)
     if c_class_sum is not None:
@@ -106,14 +124,6 @@ def linear_loss(
 
 class _Upstream(Upstream):
     """The same, with what only the kernels ask of it."""
-
-    def bound(self, class_weight: Tensor | None) -> Tensor:
-        """A bound of the finite gradients of logits, up to the head's scale: [1] float32."""
-        rows = self.lse.abs() + self.picked.abs().sum(1)
-        if self.class_sum is not None:
-            most = 1.0 if class_weight is None else class_weight.abs().amax()
-            rows = rows + self.class_sum.abs() * most
-        return torch.where(rows.isfinite(), rows, 0.0).amax(0, keepdim=True)
 
     def contiguous(self) -> _Upstream:
         return _Upstream(*(None if g is None else g.contiguous() for g in self))  # type: ignore[arg-type]
@@ -143,6 +153,13 @@ class _Head:
         bias = None if bias is None else bias.contiguous()
         class_weight = None if class_weight is None else class_weight.contiguous()
         return cls(input, weight, bias, index.contiguous(), class_weight, float(scale))
+
+    def is_described(self) -> bool:
+        """Whether ``hopper`` takes these operands."""
+        return tiles.has_descriptors(self.input) and _hopper().takes(self.input, self.weight)
+
+    def call(self) -> Any:
+        return _hopper().Call(*(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     def stats(self, want_class_sum: bool, wanted: Tensor | None) -> tuple[Tensor, ...]:
         """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
@@ -182,7 +199,7 @@ class _Head:
         lse, residual, up = lse.contiguous(), residual.contiguous(), up.contiguous()
         factor = undo = None
         if self.input.dtype == torch.float16:
-            factor, undo = _normalisation(up.bound(self.class_weight) * self.scale)
+            factor, undo = normalisation(up, self.class_weight, self.scale)
         # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
         x_for_weight = torch.where(up.nonzero()[:, None], self.input, 0.0) if needs[1] else self.input
         row_windows, vocab_windows = _windows(rows, vocab, self.input.dtype.itemsize)
@@ -233,18 +250,6 @@ def _windows(rows: int, vocab: int, itemsize: int) -> tuple[list[slice], list[sl
     step = -(-long // (count * MIN_WINDOW)) * MIN_WINDOW
     cut = [slice(start, min(start + step, long)) for start in range(0, long, step)]
     return (cut, [slice(0, vocab)]) if rows > vocab else ([slice(0, rows)], cut)
-
-
-def _normalisation(bound: Tensor) -> tuple[Tensor, Tensor]:
-    """A power of two that brings float32 ``bound [1]`` below 2**15, and its inverse, without reading it here.
-
-    The gradient of the logits then fits float16 with its largest entries near the top, so that small probabilities
-    times small coefficients keep their bits.
-    """
-    _, exponent = torch.frexp(bound)
-    # An exponent far below 0 would overflow the factor.
-    exponent = exponent.clamp(min=-100)
-    return torch.exp2((15 - exponent).float()), torch.exp2((exponent - 15).float())
 
 
 class _ProductSum:
@@ -312,6 +317,12 @@ def _has_kernels(input: Tensor, weight: Tensor) -> bool:
     if input.dtype not in (torch.float16, torch.bfloat16, torch.float32) or weight.dtype != input.dtype:
         return False
     return _has_triton() and (not input.is_cuda or torch.cuda.get_device_capability(input.device) >= (8, 0))
+
+
+def _hopper() -> Any:
+    from . import hopper  # imports Triton
+
+    return hopper
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:

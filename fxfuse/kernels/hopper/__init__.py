@@ -1,0 +1,1 @@
+"""Triton kernels on tensor descriptors: compacted rows, persistent programs, the tensor-memory accelerator."""

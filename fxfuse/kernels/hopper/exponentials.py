@@ -1,0 +1,165 @@
+"""Scaled exponentials: E = exp(z - c) in 16 bits straight from the product, for an offset c chosen beforehand.
+
+With float32 row sums s, taken before E is rounded, ``lse = c + log s`` and the softmax is ``E / s``; so the gradient
+of the logits is ``v * E`` with a factor v per row, and the products for dX and dW need no other pass over ``[rows,
+V]``. The entries of indexed classes, which are the large ones, are left out of E (0 there) and kept in float32.
+A row whose sum leaves the range in which that is accurate is done anew, with its own log-sum-exp for an offset.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .schedule import LOG2E, affine, chunk_bounds, exponent, grouped, left_and_right, log_of_sum, product_tile
+
+# exp2 of more than this is not stored: E must be finite, also where the row's sum tells that it is of no use.
+CEILING = tl.constexpr(100.0)
+# Sums between these keep E, and E times a factor of common size, in the normal range of float32 and bfloat16.
+LEAST_SUM, MOST_SUM = tl.constexpr(2.0**-60), tl.constexpr(2.0**80)
+LEAST_FACTOR, MOST_FACTOR = tl.constexpr(2.0**-105), tl.constexpr(2.0**60)
+
+
+@triton.jit
+def _store_half(
+    e, z, bias, scale, shift, vocab, tile_row, tile_col, SCALED: tl.constexpr, EVEN_VOCAB: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the exponentials of half a tile; return their row sums."""
+    col = tile_col + tl.arange(0, WIDTH)
+    # A NaN becomes the ceiling here, and comes back when the row is done anew.
+    p = tl.exp2(tl.minimum(exponent(affine(z, bias, col, scale, vocab, SCALED), shift[:, None]), CEILING))
+    if not EVEN_VOCAB:
+        p = tl.where((col < vocab)[None, :], p, 0.0)
+    e.store([tile_row, tile_col], p.to(e.dtype))
+    return tl.sum(p, 1)
+
+
+@triton.jit(do_not_specialize=["chunk", "most", "programs"])
+def exponentials_kernel(
+    x,  # descriptor of [most, D]
+    w,  # descriptor of [V, D], or of [D, V] if TRANSPOSED
+    e,  # descriptor of [most, V], out
+    bias,  # [V] or None
+    offset,  # [most] float32
+    length,  # [1] int32
+    part_sum,  # [tiles of V, most] float32, out
+    scale,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    SCALED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EVEN_VOCAB: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    _, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    row_blocks, columns = tl.cdiv(rows, BM), tl.cdiv(vocab, BN)
+    HALF: tl.constexpr = BN // 2
+    for tile in tl.range(tl.program_id(0), row_blocks * columns, programs, flatten=FLATTEN):
+        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        tile_row, tile_col = row_block * BM, column * BN
+        row = tile_row + tl.arange(0, BM)
+        shift = tl.load(offset + row) * LOG2E
+        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
+        left, right = left_and_right(z, BM, BN)
+        s = _store_half(e, left, bias, scale, shift, vocab, tile_row, tile_col, SCALED, EVEN_VOCAB, HALF)
+        s += _store_half(e, right, bias, scale, shift, vocab, tile_row, tile_col + HALF, SCALED, EVEN_VOCAB, HALF)
+        tl.store(part_sum + column.to(tl.int64) * most + row, s)
+
+
+@triton.jit(do_not_specialize=["chunk", "most", "indexed", "tiles"])
+def finish_kernel(
+    part_sum,  # [tiles, most] float32
+    offset,  # [most] float32
+    index,  # [N, K] int64
+    order,  # [N] int32
+    length,  # [1] int32
+    g_lse,  # [N] float32
+    g_picked,  # [N, K] float32
+    picked,  # [N, K] float32
+    e,  # [most, V]: zeroed at the indexed classes
+    own,  # [N, K] float32, out: the gradients of the indexed logits, each class once
+    gathered,  # [most, D]: the chunk's hidden states, multiplied by their factors here
+    factor,  # [most] float32, out
+    lse,  # [N] float32, out
+    log_prob,  # [N, K] float32, out
+    bad_order,  # [most] int32, out: the rows of N whose offset was bad, in any order
+    bad_length,  # [1] int32: their number is added
+    bad_row,  # [most] int32, out: the same as rows of the chunk
+    bad_gathered,  # [most, D], out: their hidden states
+    scale,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    indexed,
+    tiles,
+    e_row,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """What follows from a row's sum: statistics, the factor v, and the gradients of indexed logits.
+
+    Rows whose offset was bad are listed with factor 1: their part of E is to be overwritten with the gradient itself.
+    """
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    if tl.program_id(0) * BLOCK_ROWS >= tl.cdiv(rows, ROWS) * ROWS:
+        return
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    there = row < rows
+    source = tl.load(order + start + row, mask=there, other=0).to(tl.int64)
+    sums = tl.zeros((BLOCK_TILES, BLOCK_ROWS), tl.float32)
+    for first in range(0, tiles, BLOCK_TILES):
+        tile = first + tl.arange(0, BLOCK_TILES)
+        at = tile.to(tl.int64)[:, None] * most + row[None, :]
+        sums += tl.load(part_sum + at, mask=(tile < tiles)[:, None] & there[None, :], other=0.0)
+    s = tl.sum(sums, 0)
+    c = tl.load(offset + row, mask=there, other=0.0)
+    v = tl.load(g_lse + source, mask=there, other=0.0) / s
+    small = (tl.abs(v) >= LEAST_FACTOR) & (tl.abs(v) <= MOST_FACTOR)
+    usable = (s >= LEAST_SUM) & (s <= MOST_SUM) & (small | (v == 0))
+    log_s = tl.log(s)
+    for k in range(indexed):
+        at = source * indexed + k
+        chosen = tl.load(index + at, mask=there, other=-1)
+        is_class = (chosen >= 0) & (chosen < vocab)
+        log2 = tl.minimum(exponent(tl.load(picked + at, mask=is_class, other=0.0), c * LOG2E), CEILING)
+        # Rounding may not make a probability of more than one.
+        tl.store(log_prob + at, tl.where(is_class, tl.minimum(log2 / LOG2E - log_s, 0.0), 0.0), mask=there)
+        value = v * tl.exp2(log2)
+        counted = is_class & usable
+        for other in range(indexed):
+            same = tl.load(index + source * indexed + other, mask=there, other=-1) == chosen
+            value += tl.where(same, tl.load(g_picked + source * indexed + other, mask=there, other=0.0), 0.0)
+            # A class that came before has been counted, with all its coefficients.
+            counted = counted & ((other >= k) | (same == 0))
+        tl.store(own + at, tl.where(counted, value * scale, 0.0), mask=there)
+        zero = tl.zeros((BLOCK_ROWS,), e.dtype.element_ty)
+        tl.store(e + row.to(tl.int64) * e_row + chosen, zero, mask=is_class & usable)
+    tl.store(lse + source, c + log_of_sum(s, c), mask=there)
+    v = tl.where(usable, v * scale, tl.where(there, 1.0, 0.0))
+    tl.store(factor + row, v)
+
+    bad = tl.where(usable, 0, there.to(tl.int32))
+    slot = tl.atomic_add(bad_length, tl.sum(bad, 0)) + tl.cumsum(bad, 0) - bad
+    tl.store(bad_order + slot, source.to(tl.int32), mask=bad != 0)
+    tl.store(bad_row + slot, row, mask=bad != 0)
+    for first in range(0, hidden, BLOCK_HIDDEN):
+        d = first + tl.arange(0, BLOCK_HIDDEN)
+        inside = (d < hidden)[None, :]
+        at = row.to(tl.int64)[:, None] * hidden + d[None, :]
+        x = tl.load(gathered + at, mask=inside, other=0.0)
+        tl.store(gathered + at, (x.to(tl.float32) * v[:, None]).to(x.dtype), mask=inside)
+        to = slot.to(tl.int64)[:, None] * hidden + d[None, :]
+        tl.store(bad_gathered + to, x, mask=inside & (bad != 0)[:, None])

@@ -1,0 +1,763 @@
+"""The launches of these kernels for the operands of one call.
+
+``input [N, D]`` may have any strides. ``weight [V, D]`` is one that ``takes`` accepts. The rest is contiguous: ``bias
+[V]`` or None, ``index [N, K]`` int64, ``class_weight [V]`` float32 or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...ops.contract import Upstream
+from .. import tiles
+from ..launcher import launch
+from . import products
+from .dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
+from .exponentials import exponentials_kernel, finish_kernel
+from .rows import gather_kernel, list_flagged_kernel, list_kernel, loss_kernel, pick_kernel
+from .stats import merge_kernel, stats_kernel
+
+# What the gathered rows of a chunk of statistics may take.
+STATS_BYTES = 12 << 20
+
+
+class Listed(NamedTuple):
+    """A list of rows, in device memory: ``order [N]`` int32 and its ``length [1]`` int32."""
+
+    order: Tensor
+    length: Tensor
+
+
+class Rows(NamedTuple):
+    """A list of rows cut into chunks, evenly, of ``most`` rows at most: so many chunks that all N rows would fit."""
+
+    order: Tensor
+    length: Tensor
+    most: int  # a multiple of the row block
+    chunks: int
+
+
+@dataclasses.dataclass
+class Stats:
+    """The statistics of the contract, which kernels fill in row by row."""
+
+    lse: Tensor
+    residual: Tensor
+    picked: Tensor
+    log_prob: Tensor
+    class_sum: Tensor
+
+
+class Bad(NamedTuple):
+    """The rows of a chunk whose offset proved bad."""
+
+    order: Tensor  # [most] int32: as rows of N
+    length: Tensor  # [chunks, 4] int32: how many, in column 0; the rest is there for alignment
+    row: Tensor  # [most] int32: as rows of the chunk
+    gathered: Tensor  # [most, D]
+
+
+class Sum(NamedTuple):
+    """A gradient while it is added up; ``low`` holds further bits of its sums, see ``products``."""
+
+    out: Tensor
+    low: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The operands of one call, and the launches on them."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    index: Tensor
+    class_weight: Tensor | None
+    scale: float
+
+    # --- sizes ------------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        return self.input.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.input.shape[1]
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def programs(self) -> int:
+        return tiles.machine(self.input.device).processors
+
+    @property
+    def row_block(self) -> int:
+        return tiles.row_block(self.input.device)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.input.device)
+
+    def whole_blocks(self, rows: int) -> int:
+        return max(1, -(-rows // self.row_block)) * self.row_block
+
+    def windows(self, most: int) -> list[slice]:
+        """The vocabulary in windows of at most ``most`` classes, or a few more: such as keep all programs busy."""
+        tile = tiles.described("d_weight", self.input)
+        programs = self.programs * tile.slots
+        columns = -(-self.hidden // tile.vocab)
+
+        def waves(count: int) -> int:
+            each = self._window(count)
+            return sum(
+                -(-(-(-min(each, self.vocab - at) // tile.rows) * columns) // programs)
+                for at in range(0, self.vocab, each)
+            )
+
+        least = max(1, -(-self.vocab // max(most, 256)))
+        each = self._window(min(range(least, 2 * least + 1), key=lambda count: (waves(count), count)))
+        return [slice(at, min(at + each, self.vocab)) for at in range(0, self.vocab, each)]
+
+    def _window(self, count: int) -> int:
+        return -(-self.vocab // (count * 256)) * 256
+
+    def no_stats(self, want_class_sum: bool, together: bool = False) -> Stats:
+        """Zeros, which is what rows that are not listed have; ``together`` in one allocation."""
+        shapes = [(self.rows,), (self.rows,), self.index.shape, self.index.shape, (self.rows if want_class_sum else 0,)]
+        if not together:
+            return Stats(*(torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes))
+        sizes = [-(-math.prod(shape) // 64) * 64 for shape in shapes]
+        parts = torch.zeros(sum(sizes), dtype=torch.float32, device=self.input.device).split(sizes)
+        return Stats(*(p[: math.prod(shape)].view(shape) for p, shape in zip(parts, shapes, strict=True)))
+
+    def no_bad(self, rows: Rows) -> Bad:
+        return Bad(
+            self.empty(rows.most, dtype=torch.int32),
+            torch.zeros((rows.chunks, 4), dtype=torch.int32, device=self.input.device),
+            self.empty(rows.most, dtype=torch.int32),
+            self.empty(rows.most, self.hidden, dtype=self.input.dtype),
+        )
+
+    def exponentials_buffer(self, rows: int, classes: int) -> Tensor:
+        """``[rows, classes]`` whose rows begin on whole vectors."""
+        return self.empty(rows, -(-classes // 64) * 64, dtype=self.input.dtype)[:, :classes]
+
+    def sums_size(self, most: int) -> int:
+        """Numbers that ``exponentials_of`` needs beside its results."""
+        return -(-self.vocab // tiles.described("exponentials", self.input).vocab) * most
+
+    def parts_size(self) -> int:
+        """Numbers that ``add_input`` needs beside its results."""
+        tile = tiles.described("d_input", self.input)
+        return self.programs * tile.slots * tile.rows * tile.vocab
+
+    def parts(self) -> Tensor:
+        return self.empty(self.parts_size())
+
+    def cut(self, listed: Listed, most: int) -> Rows:
+        """The listed rows in chunks of at most ``most``."""
+        chunks = max(1, -(-self.rows // most))
+        return Rows(*listed, self.whole_blocks(-(-self.rows // chunks)), chunks)
+
+    # --- lists of rows ----------------------------------------------------------------------------------------
+
+    def listed(self, up: Upstream) -> Listed:
+        """The rows that have upstream gradients."""
+        return self._list(up, None)
+
+    def listed_by_coefficients(self, c: Upstream) -> tuple[Listed, Upstream]:
+        """The same for coefficients of lse, log_prob and class_sum, and the upstream gradients that they make."""
+        up = Upstream(torch.empty_like(c.lse), torch.empty_like(c.picked), c.class_sum)
+        return self._list(c, up), up
+
+    def _list(self, given: Upstream, made: Upstream | None) -> Listed:
+        listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
+        made = Upstream(None, None, None) if made is None else made  # type: ignore[arg-type]
+        launch(
+            list_kernel,
+            (1,),
+            given.lse, given.picked, given.class_sum, self.index, made.lse, made.picked, *listed,
+            self.rows, self.index.shape[1], BLOCK=_list_block(self.rows), num_warps=8,
+        )  # fmt: skip
+        return listed
+
+    def listed_by_flags(self, flags: Tensor) -> Listed:
+        """The rows whose flag (``[N]`` int8) is set."""
+        listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
+        launch(list_flagged_kernel, (1,), flags, *listed, self.rows, BLOCK=_list_block(self.rows), num_warps=8)
+        return listed
+
+    def every_row(self) -> Listed:
+        order = torch.arange(self.rows, dtype=torch.int32, device=self.input.device)
+        return Listed(order, torch.full((1,), self.rows, dtype=torch.int32, device=self.input.device))
+
+    def gather(
+        self,
+        rows: Rows,
+        chunk: int,
+        gathered: Tensor,
+        picked: Tensor | None = None,
+        offset: Tensor | None = None,
+        row_sum: Tensor | None = None,
+        class_sum: Tensor | None = None,
+    ) -> None:
+        bias_sum = None
+        if row_sum is not None and self.bias is not None:
+            c = self.bias.float() if self.class_weight is None else self.bias.float() * self.class_weight
+            bias_sum = c.sum()
+        launch(
+            gather_kernel,
+            (rows.most,),
+            self.input,
+            self.index,
+            picked,
+            rows.order,
+            rows.length,
+            gathered,
+            offset,
+            row_sum,
+            bias_sum,
+            class_sum if row_sum is not None else None,
+            self.scale,
+            chunk,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            self.index.shape[1],
+            *self.input.stride(),
+            BLOCK=min(triton.next_power_of_2(self.hidden), 4096),
+            ROWS=self.row_block,
+            num_warps=4,
+        )
+
+    def pick(self, listed: Listed, picked: Tensor) -> None:
+        """The logits at ``index`` of the listed rows."""
+        indexed = self.index.shape[1]
+        if indexed == 0:
+            return
+        # At least the rows that Hopper's own products have, so that these are of the same kind; fewer where theirs are.
+        tile = tiles.described("stats", self.input)
+        size = min(tile.rows, 64)
+        launch(
+            pick_kernel,
+            (triton.cdiv(self.rows, size), indexed),
+            self.input,
+            self.weight,
+            self.bias,
+            self.index,
+            *listed,
+            picked,
+            self.scale,
+            self.vocab,
+            self.hidden,
+            indexed,
+            *self.input.stride(),
+            *self.weight.stride(),
+            tile.hidden * self.input.stride(1),
+            tile.hidden * self.weight.stride(1),
+            SCALED=self.scale != 1.0,
+            PRECISION=tiles.dot_precision(self.input.dtype),
+            BM=size,
+            BK=tile.hidden,
+            num_warps=4,
+            num_stages=4,
+        )
+
+    # --- descriptors ------------------------------------------------------------------------------------------
+
+    @property
+    def transposed(self) -> bool:
+        return self.weight.stride(1) != 1
+
+    def described_weight(self, weight: Tensor, classes: int, hidden: int) -> TensorDescriptor:
+        """``weight [W, D]`` in blocks of ``[classes, hidden]``, or transposed if that is how it is stored."""
+        if self.transposed:
+            return _describe(weight.t(), hidden, classes)
+        return _describe(weight, classes, hidden)
+
+    def launch_options(self, tile: tiles.Tile) -> dict[str, object]:
+        return {
+            "PRECISION": tiles.dot_precision(self.input.dtype),
+            "BM": tile.rows,
+            "BN": tile.vocab,
+            "BK": tile.hidden,
+            "GROUP": tile.group,
+            "ROWS": self.row_block,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    # --- statistics -------------------------------------------------------------------------------------------
+
+    def stats_chunk(self) -> int:
+        """Rows in a chunk of statistics: as many as fit the bytes, in a number of blocks that divides the programs."""
+        tile = tiles.described("stats", self.input)
+        programs = self.programs * tile.slots
+        blocks = max(1, STATS_BYTES // (self.hidden * self.input.element_size() * tile.rows))
+        needed = -(-self.rows // tile.rows)
+        even = next(b for b in range(min(blocks, programs), 0, -1) if programs % b == 0)
+        return self.whole_blocks(min(even, needed) * tile.rows)
+
+    def stats(self, listed: Listed, out: Stats, want_class_sum: bool) -> None:
+        """The statistics of the listed rows."""
+        rows = self.cut(listed, self.stats_chunk())
+        self.pick(listed, out.picked)
+        gathered = self.empty(rows.most, self.hidden, dtype=self.input.dtype)
+        for chunk in range(rows.chunks):
+            self.gather(rows, chunk, gathered)
+            self.stats_of(rows, chunk, gathered, out, want_class_sum)
+
+    def stats_of(self, rows: Rows, chunk: int, gathered: Tensor, out: Stats, want_class_sum: bool) -> None:
+        tile = tiles.described("stats", self.input)
+        most = rows.most
+        programs = max(self.programs * tile.slots, most // tile.rows)
+        parts = self.empty(3 if want_class_sum else 2, programs * tile.rows)
+        part_class_sum = parts[2] if want_class_sum else None
+        options = self.launch_options(tile)
+        del options["GROUP"]
+        launch(
+            stats_kernel,
+            (programs,),
+            _describe(gathered, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile.vocab, tile.hidden),
+            self.bias,
+            rows.length,
+            self.class_weight,
+            parts[0],
+            parts[1],
+            part_class_sum,
+            self.scale,
+            chunk,
+            most,
+            self.vocab,
+            self.hidden,
+            programs,
+            SCALED=self.scale != 1.0,
+            TRANSPOSED=self.transposed,
+            EVEN_VOCAB=self.vocab % tile.vocab == 0,
+            FLATTEN=True,
+            **options,
+        )
+        launch(
+            merge_kernel,
+            (triton.cdiv(most, 16),),
+            parts[0],
+            parts[1],
+            part_class_sum,
+            self.index,
+            rows.order,
+            rows.length,
+            out.lse,
+            out.residual,
+            out.picked,
+            out.log_prob,
+            out.class_sum if want_class_sum else None,
+            chunk,
+            most,
+            self.vocab,
+            self.index.shape[1],
+            programs,
+            BM=tile.rows,
+            BLOCK_LANES=64,
+            BLOCK_ROWS=16,
+            ROWS=self.row_block,
+        )
+
+    def loss(self, stats: Stats, c: Upstream) -> Tensor:
+        """``c.lse * lse + c.picked * log_prob + c.class_sum * class_sum``, summed."""
+        loss = self.empty()
+        class_sum = None if c.class_sum is None else stats.class_sum
+        launch(
+            loss_kernel,
+            (1,),
+            stats.lse, stats.log_prob, class_sum, self.index, c.lse, c.picked, c.class_sum, loss, self.rows,
+            self.index.shape[1], BLOCK=_list_block(self.rows), num_warps=8,
+        )  # fmt: skip
+        return loss
+
+    # --- exponentials and gradients of logits -----------------------------------------------------------------
+
+    def exponentials_of(
+        self,
+        rows: Rows,
+        chunk: int,
+        gathered: Tensor,
+        offset: Tensor,
+        e: Tensor,
+        scratch: Tensor,
+        up: Upstream,
+        out: Stats,
+        factor: Tensor,
+        own: Tensor,
+        bad: Bad,
+    ) -> None:
+        """Write exponentials to ``e`` and statistics to ``out``, and scale ``gathered`` by ``factor``.
+
+        After it ``factor[:, None] * e`` is the gradient of the chunk's logits but for what class sums give, and for
+        that of indexed logits, which is in ``own [N, K]`` instead.
+        """
+        tile = tiles.described("exponentials", self.input)
+        columns = -(-self.vocab // tile.vocab)
+        programs = min(self.programs * tile.slots, rows.most // tile.rows * columns)
+        launch(
+            exponentials_kernel,
+            (programs,),
+            _describe(gathered, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile.vocab, tile.hidden),
+            _describe(e, tile.rows, tile.vocab // 2),
+            self.bias,
+            offset,
+            rows.length,
+            scratch,
+            self.scale,
+            chunk,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            programs,
+            SCALED=self.scale != 1.0,
+            TRANSPOSED=self.transposed,
+            EVEN_VOCAB=self.vocab % tile.vocab == 0,
+            FLATTEN=True,
+            **self.launch_options(tile),
+        )
+        launch(
+            finish_kernel,
+            (triton.cdiv(rows.most, 16),),
+            scratch,
+            offset,
+            self.index,
+            rows.order,
+            rows.length,
+            up.lse,
+            up.picked,
+            out.picked,
+            e,
+            own,
+            gathered,
+            factor,
+            out.lse,
+            out.log_prob,
+            bad.order,
+            bad.length[chunk],
+            bad.row,
+            bad.gathered,
+            self.scale,
+            chunk,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            self.index.shape[1],
+            columns,
+            e.stride(0),
+            BLOCK_TILES=64,
+            BLOCK_ROWS=16,
+            BLOCK_HIDDEN=256,
+            ROWS=self.row_block,
+        )
+        # Where there are no bad rows, these launches find that out.
+        again = Rows(bad.order, bad.length[chunk], rows.most, 1)
+        self.stats_of(again, 0, bad.gathered, out, False)
+        tile = tiles.described("dlogits", self.input)
+        launch(
+            scattered_dlogits_kernel,
+            (self.programs,),
+            _describe(bad.gathered, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile.vocab, tile.hidden),
+            e,
+            bad.row,
+            self.bias,
+            self.index,
+            again.order,
+            again.length,
+            out.lse,
+            out.residual,
+            up.lse,
+            up.picked,
+            self.scale,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            self.index.shape[1],
+            e.stride(0),
+            self.programs,
+            SCALED=self.scale != 1.0,
+            TRANSPOSED=self.transposed,
+            **self.launch_options(tile),
+        )
+
+    def dlogits_of(
+        self,
+        rows: Rows,
+        chunk: int,
+        window: slice,
+        gathered: Tensor,
+        dz: Tensor,
+        stats: Stats,
+        up: Upstream,
+        normalise: Tensor | None = None,
+    ) -> None:
+        """Write the gradient of the logits of a chunk and a window, times ``normalise [1]``, to ``dz``."""
+        tile = tiles.described("dlogits", self.input)
+        weight = self.weight[window]
+        class_weight = None if self.class_weight is None else self.class_weight[window]
+        programs = min(self.programs * tile.slots, rows.most // tile.rows * -(-weight.shape[0] // tile.vocab))
+        launch(
+            dlogits_kernel,
+            (programs,),
+            _describe(gathered, tile.rows, tile.hidden),
+            self.described_weight(weight, tile.vocab, tile.hidden),
+            _describe(dz, tile.rows, tile.vocab // 2),
+            None if self.bias is None else self.bias[window],
+            rows.order,
+            rows.length,
+            class_weight,
+            stats.lse,
+            stats.residual,
+            up.lse,
+            up.class_sum,
+            normalise,
+            self.scale,
+            chunk,
+            rows.most,
+            weight.shape[0],
+            self.hidden,
+            programs,
+            SCALED=self.scale != 1.0,
+            TRANSPOSED=self.transposed,
+            FLATTEN=True,
+            **self.launch_options(tile),
+        )
+        if self.index.shape[1] > 0:
+            launch(
+                correct_kernel,
+                (triton.cdiv(rows.most, 128),),
+                dz,
+                self.index,
+                rows.order,
+                rows.length,
+                class_weight,
+                stats.picked,
+                stats.lse,
+                stats.residual,
+                up.lse,
+                up.picked,
+                up.class_sum,
+                normalise,
+                self.scale,
+                chunk,
+                rows.most,
+                weight.shape[0],
+                self.index.shape[1],
+                window.start,
+                dz.stride(0),
+                BLOCK=128,
+                ROWS=self.row_block,
+            )
+
+    # --- products ---------------------------------------------------------------------------------------------
+
+    def add_input(
+        self,
+        rows: Rows,
+        chunk: int,
+        window: slice,
+        dz: Tensor,
+        total: Sum,
+        parts: Tensor,
+        first: bool,
+        last: bool,
+        factor: Tensor | None = None,
+        undo: Tensor | None = None,
+        rank_one: tuple[Tensor, Tensor] | None = None,
+        own: Tensor | None = None,
+    ) -> None:
+        """Add ``dz @ weight[window]`` to the rows of d_input that the chunk's rows came from.
+
+        The product's rows are multiplied by ``factor [most]`` and ``undo [1]``. Then are added ``rank_one``, a factor
+        ``[N]`` a row and a row ``[D]``, and the weights of indexed classes times ``own [N, K]``.
+        """
+        g_class_sum, class_row = (None, None) if rank_one is None else rank_one
+        tile = tiles.described("d_input", self.input)
+        weight = self.weight[window]
+        programs = self.programs * tile.slots
+        if self.transposed:
+            w = _describe(weight.t(), tile.vocab, tile.hidden)
+        else:
+            w = _describe(weight, tile.hidden, tile.vocab)
+        common = (
+            parts,
+            factor,
+            undo,
+            g_class_sum,
+            class_row,
+            own,
+            self.index,
+            self.weight,
+            rows.order,
+            rows.length,
+            chunk,
+            rows.most,
+            weight.shape[0],
+            self.hidden,
+            self.index.shape[1],
+            *self.weight.stride(),
+            total.out.stride(0),
+            programs,
+            int(first),
+            int(last),
+        )
+        options = self.launch_options(tile)
+        launch(
+            products.d_input_kernel,
+            (programs,),
+            _describe(dz, tile.rows, tile.hidden),
+            w,
+            *total,
+            *common,
+            TRANSPOSED=self.transposed,
+            **options,
+        )
+        sizes = {name: options[name] for name in ("BM", "BN", "BK", "GROUP", "ROWS")}
+        strips = (programs, tile.rows // 8)
+        launch(products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
+
+    def add_weight(
+        self,
+        rows: Rows,
+        chunk: int,
+        window: slice,
+        dz: Tensor,
+        x: Tensor,
+        total: Sum,
+        undo: Tensor | None = None,
+        class_row: Tensor | None = None,
+    ) -> None:
+        """Add ``dz.T @ x`` to the rows ``window`` of d_weight; the first chunk's sum begins there.
+
+        ``class_row [D]`` times the class weights is added once.
+        """
+        tile = tiles.described("d_weight", self.input)
+        out = total.out[window]
+        classes = out.shape[0]
+        programs = min(self.programs * tile.slots, -(-classes // tile.rows) * -(-self.hidden // tile.vocab))
+        launch(
+            products.d_weight_kernel,
+            (programs,),
+            _describe(dz, tile.hidden, tile.rows),
+            _describe(x, tile.hidden, tile.vocab),
+            out,
+            None if total.low is None else total.low[window],
+            undo,
+            None if self.class_weight is None else self.class_weight[window],
+            class_row,
+            rows.length,
+            chunk,
+            rows.most,
+            classes,
+            self.hidden,
+            programs,
+            FLATTEN=True,
+            **self.launch_options(tile),
+        )
+
+    def add_bias(
+        self, rows: Rows, chunk: int, window: slice, dz: Tensor, out: Tensor, factor: Tensor | None = None
+    ) -> None:
+        """Add the column sums of ``factor[:, None] * dz`` to the classes ``window`` of d_bias, float32."""
+        out = out[window]
+        launch(
+            products.d_bias_kernel,
+            (triton.cdiv(out.shape[0], 256),),
+            dz,
+            factor,
+            out,
+            rows.length,
+            chunk,
+            rows.most,
+            out.shape[0],
+            dz.stride(0),
+            BLOCK_ROWS=32,
+            BLOCK=256,
+            ROWS=self.row_block,
+            num_warps=8,
+        )
+
+    def add_own(self, own: Tensor, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+        """Add what gradients ``own [N, K]`` of the indexed logits give to d_weight and d_bias."""
+        entries = own.numel()
+        if entries == 0:
+            return
+        labels, entry = torch.where(own != 0, self.index, self.vocab).view(-1).sort(stable=True)
+        launch(
+            products.own_classes_kernel,
+            (entries, 1 if d_weight is None else triton.cdiv(self.hidden, 512)),
+            labels,
+            entry,
+            own,
+            self.input,
+            d_weight,
+            d_bias,
+            entries,
+            self.vocab,
+            self.hidden,
+            self.index.shape[1],
+            *self.input.stride(),
+            BLOCK_ENTRIES=8,
+            BLOCK=512,
+        )
+
+    def weighted_sum(self, matrix: Tensor, weights: Tensor | None) -> Tensor:
+        """``sum_i weights_i matrix_i``, ``[D]`` float32; a weight of 0 silences whatever its row holds."""
+        rows, hidden = matrix.shape
+        strips = max(1, min(64, rows // 64))
+        parts = self.empty(strips, hidden)
+        launch(
+            products.weighted_sum_kernel,
+            (triton.cdiv(hidden, 128), strips),
+            matrix,
+            weights,
+            parts,
+            rows,
+            -(-rows // strips),
+            hidden,
+            *matrix.stride(),
+            BLOCK_ROWS=32,
+            BLOCK=128,
+        )
+        return parts.sum(0)
+
+
+def takes(input: Tensor, weight: Tensor) -> bool:
+    """Whether these kernels compute with such operands.
+
+    The weight must have one unit stride and lie on 16 bytes. The input is gathered, so its strides do not matter.
+    """
+    if input.shape[0] == 0 or not tiles.has_descriptors(input):
+        return False
+    along = 1 if weight.stride(1) == 1 else 0
+    vector = 16  # elements: sums are kept in single bytes too
+    return (
+        input.shape[1] % vector == 0
+        and weight.stride(along) == 1
+        and weight.stride(1 - along) % vector == 0
+        and weight.stride(1 - along) >= weight.shape[along]
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def _list_block(rows: int) -> int:
+    return min(4096, max(256, triton.next_power_of_2(rows)))
+
+
+def _describe(matrix: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block))

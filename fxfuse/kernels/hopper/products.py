@@ -1,0 +1,344 @@
+"""Products of the gradient of a chunk's logits with the weight and with the hidden states, added up in 24 bits or more.
+
+A gradient in 16 bits is added up without a second matrix in 32: the upper 16 bits of each float32 sum stand in the
+gradient's own memory and the next 8 beside it, until the last addition rounds to the gradient's dtype. Sums so kept
+have a unit roundoff of 2**-17, against 2**-9 of bfloat16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .schedule import chunk_bounds, grouped, last_chunk, left_and_right
+
+
+@triton.jit
+def _unless(flag, mask):
+    return tl.where(flag != 0, tl.zeros(mask.shape, tl.int1), mask)
+
+
+@triton.jit
+def _accumulate(out, low, at, mask, value, first, last):
+    """Add ``value`` to the sums at ``out + at``, which begin with it if ``first`` and are rounded if ``last``."""
+    # Predicates, not branches: those would keep the compiler from overlapping this with the next tile.
+    again = _unless(first, mask)
+    if low is None:
+        value += tl.load(out + at, mask=again, other=0.0).to(tl.float32)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+    else:
+        upper = tl.load(out + at, mask=again, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        lower = (tl.load(low + at, mask=again, other=0).to(tl.int32) & 0xFF) << 8
+        value += (upper | lower).to(tl.float32, bitcast=True)
+        # Rounded to 24 bits; infinities and NaNs have no bits to round.
+        bits = value.to(tl.int32, bitcast=True)
+        bits = tl.where(tl.abs(value) < float("inf"), bits + 0x80, bits)
+        rounded = value.to(out.dtype.element_ty).to(tl.int16, bitcast=True)
+        upper16 = tl.where(last != 0, rounded, (bits >> 16).to(tl.int16))
+        tl.store(out + at, upper16.to(out.dtype.element_ty, bitcast=True), mask=mask)
+        tl.store(low + at, (bits >> 8).to(tl.int8), mask=_unless(last, mask))
+
+
+@triton.jit
+def _finish_rows(
+    value, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start, rows, row, col,
+    hidden, indexed, w_row, w_col, out_row, first, last,
+):  # fmt: skip
+    """Scale a tile of d_input, add what class sums and indexed classes give, and put it where its rows came from."""
+    there = row < rows
+    source = tl.load(order + start + row, mask=there, other=0).to(tl.int64)
+    if factor is not None:
+        value = value * tl.load(factor + row, mask=there, other=0.0)[:, None]
+    if normalise is not None:
+        value = value * tl.load(normalise)
+    if g_class_sum is not None:
+        g = tl.load(g_class_sum + source, mask=there, other=0.0)
+        value += g[:, None] * tl.load(class_row + col, mask=col < hidden, other=0.0)[None, :]
+    if own is not None:
+        for k in range(indexed):
+            g = tl.load(own + source * indexed + k, mask=there, other=0.0)
+            label = tl.where(g != 0, tl.load(index + source * indexed + k, mask=there, other=0), 0)
+            from_class = weight + label[:, None] * w_row + col.to(tl.int64)[None, :] * w_col
+            inside = (g != 0)[:, None] & (col < hidden)[None, :]
+            value += g[:, None] * tl.load(from_class, mask=inside, other=0.0).to(tl.float32)
+    at = source[:, None] * out_row + col[None, :]
+    _accumulate(out, low, at, there[:, None] & (col < hidden)[None, :], value, first, last)
+
+
+@triton.jit
+def _shares(rows, hidden, vocab, programs, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """How the tiles of d_input are shared out: in full waves, and the rest each cut along the vocabulary.
+
+    All tiles of the rest are cut alike, so that programs read the same part of the vocabulary at the same time.
+    Returns (row blocks, columns, whole tiles a program, tiles of the rest, parts of each, steps a part).
+    """
+    row_blocks, columns = tl.cdiv(rows, BM), tl.cdiv(hidden, BN)
+    tiles = row_blocks * columns
+    whole = tiles // programs
+    rest = tiles - whole * programs
+    steps = tl.cdiv(vocab, BK)
+    pieces = tl.minimum(programs // tl.maximum(rest, 1), steps)
+    each = tl.cdiv(steps, pieces)
+    return row_blocks, columns, whole, rest, tl.cdiv(steps, each), each
+
+
+@triton.jit(do_not_specialize=["chunk", "most", "indexed", "programs", "first", "last"])
+def d_input_kernel(
+    dz,  # descriptor of [most, W] in blocks [BM, BK]
+    w,  # descriptor of [W, D] in blocks [BK, BN], or of [D, W] in [BN, BK] if TRANSPOSED
+    out,  # [N, D], out
+    low,  # [N, D] int8, or None
+    parts,  # [programs, BM, BN] float32, out: of the tiles that are cut up
+    factor,  # [most] float32 or None
+    normalise,  # [1] float32 or None
+    g_class_sum,  # [N] float32 or None
+    class_row,  # [D] float32 or None
+    own,  # [N, K] float32: gradients of indexed logits that dz leaves out, or None
+    index,  # [N, K] int64
+    weight,  # [V, D]
+    order,
+    length,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    indexed,
+    w_row,
+    w_col,
+    out_row,
+    programs,
+    first,
+    last,
+    TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    row_blocks, columns, whole, rest, pieces, each = _shares(rows, hidden, vocab, programs, BM, BN, BK)
+    steps = tl.cdiv(vocab, BK)
+    program = tl.program_id(0)
+    HALF: tl.constexpr = BN // 2
+    for item in range(whole + 1):
+        is_whole = item < whole
+        piece = program // tl.maximum(rest, 1)
+        tile = tl.where(is_whole, program, program - piece * rest) + item * programs
+        k_first = tl.where(is_whole, 0, piece * each)
+        k_last = tl.where(is_whole, steps, tl.minimum(k_first + each, steps))
+        if is_whole | (piece < tl.where(rest > 0, pieces, 0)):
+            row_block, column = grouped(tile, row_blocks, columns, GROUP)
+            tile_row, tile_col = row_block * BM, column * BN
+            acc = tl.zeros((BM, BN), tl.float32)
+            for k in range(k_first, k_last):
+                a = dz.load([tile_row, k * BK])
+                if TRANSPOSED:
+                    acc = tl.dot(a, w.load([tile_col, k * BK]).T, acc, input_precision=PRECISION)
+                else:
+                    acc = tl.dot(a, w.load([k * BK, tile_col]), acc, input_precision=PRECISION)
+            left, right = left_and_right(acc, BM, BN)
+            row = tile_row + tl.arange(0, BM)
+            col = tile_col + tl.arange(0, HALF)
+            if is_whole:
+                _finish_rows(
+                    left, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start,
+                    rows, row, col, hidden, indexed, w_row, w_col, out_row, first, last,
+                )  # fmt: skip
+                _finish_rows(
+                    right, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start,
+                    rows, row, col + HALF, hidden, indexed, w_row, w_col, out_row, first, last,
+                )  # fmt: skip
+            else:
+                slot = program.to(tl.int64) * BM
+                at = (slot + tl.arange(0, BM))[:, None] * BN + tl.arange(0, HALF)[None, :]
+                tl.store(parts + at, left)
+                tl.store(parts + at + HALF, right)
+
+
+@triton.jit(do_not_specialize=["chunk", "most", "indexed", "programs", "first", "last"])
+def d_input_rest_kernel(
+    parts, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, length, chunk, most, vocab,
+    hidden, indexed, w_row, w_col, out_row, programs, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of the tiles that were cut up, in order, and finish them like whole ones."""
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    row_blocks, columns, whole, rest, pieces, _ = _shares(rows, hidden, vocab, programs, BM, BN, BK)
+    cut = tl.program_id(0)
+    if cut >= rest:
+        return
+    strip = tl.program_id(1) * STRIP
+    value = tl.zeros((STRIP, BN), tl.float32)
+    for piece in range(pieces):
+        slot = (piece * rest + cut).to(tl.int64) * BM + strip
+        value += tl.load(parts + (slot + tl.arange(0, STRIP))[:, None] * BN + tl.arange(0, BN)[None, :])
+    row_block, column = grouped(whole * programs + cut, row_blocks, columns, GROUP)
+    row = row_block * BM + strip + tl.arange(0, STRIP)
+    col = column * BN + tl.arange(0, BN)
+    _finish_rows(
+        value, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start, rows, row, col,
+        hidden, indexed, w_row, w_col, out_row, first, last,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["chunk", "most", "programs"])
+def d_weight_kernel(
+    dz,  # descriptor of [most, W] in blocks [BK, BM]
+    x,  # descriptor of [most, D] in blocks [BK, BN]
+    out,  # [W, D], out
+    low,  # [W, D] int8, or None
+    normalise,  # [1] float32 or None
+    class_weight,  # [W] float32, or None for ones
+    class_row,  # [D] float32 or None: added to the first sum, times the class's weight
+    length,  # [1] int32
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    total = tl.load(length)
+    _, rows = chunk_bounds(total, chunk, most, ROWS)
+    first, last = chunk == 0, chunk == last_chunk(total, most)
+    class_blocks, columns = tl.cdiv(vocab, BM), tl.cdiv(hidden, BN)
+    # A chunk without rows has nothing to do, but for the first, which must write.
+    tiles = tl.where((rows > 0) | first, class_blocks * columns, 0)
+    HALF: tl.constexpr = BN // 2
+    for tile in tl.range(tl.program_id(0), tiles, programs, flatten=FLATTEN):
+        class_block, column = grouped(tile, class_blocks, columns, GROUP)
+        tile_row, tile_col = class_block * BM, column * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(tl.maximum(tl.cdiv(rows, BK), 1)):
+            acc = tl.dot(dz.load([k * BK, tile_row]).T, x.load([k * BK, tile_col]), acc, input_precision=PRECISION)
+        left, right = left_and_right(acc, BM, BN)
+        row = tile_row + tl.arange(0, BM)
+        col = tile_col + tl.arange(0, HALF)
+        _finish_classes(left, out, low, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first, last)
+        col += HALF
+        _finish_classes(right, out, low, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first, last)
+
+
+@triton.jit
+def _finish_classes(value, out, low, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first, last):
+    value = tl.where(rows > 0, value, 0.0)
+    if normalise is not None:
+        value = value * tl.load(normalise)
+    if class_row is not None:
+        added = tl.load(class_row + col, mask=col < tl.where(first, hidden, 0), other=0.0)[None, :]
+        if class_weight is not None:
+            added = added * tl.load(class_weight + row, mask=row < vocab, other=0.0)[:, None]
+        value += added
+    at = row.to(tl.int64)[:, None] * hidden + col[None, :]
+    _accumulate(out, low, at, (row < vocab)[:, None] & (col < hidden)[None, :], value, first, last)
+
+
+@triton.jit(do_not_specialize=["chunk", "most"])
+def d_bias_kernel(
+    dz,  # [most, W]
+    factor,  # [most] float32 or None
+    out,  # [W] float32: added to
+    length,
+    chunk,
+    most,
+    vocab,
+    dz_row,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    _, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
+    for first in range(0, rows, BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        mask = (row < rows)[:, None] & (col < vocab)[None, :]
+        value = tl.load(dz + row.to(tl.int64)[:, None] * dz_row + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if factor is not None:
+            value = value * tl.load(factor + row, mask=row < rows, other=0.0)[:, None]
+        acc += value
+    tl.store(out + col, tl.load(out + col, mask=col < vocab, other=0.0) + tl.sum(acc, 0), mask=col < vocab)
+
+
+@triton.jit(do_not_specialize=["rows", "each"])
+def weighted_sum_kernel(
+    matrix,  # [rows, D]
+    weights,  # [rows] float32, or None for ones
+    parts,  # [programs over rows, D] float32, out
+    rows,
+    each,
+    hidden,
+    m_row,
+    m_col,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(1) * each
+    acc = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
+    for first in range(begin, tl.minimum(begin + each, rows), BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        mask = (row < tl.minimum(begin + each, rows))[:, None] & (col < hidden)[None, :]
+        at = row.to(tl.int64)[:, None] * m_row + col.to(tl.int64)[None, :] * m_col
+        value = tl.load(matrix + at, mask=mask, other=0.0).to(tl.float32)
+        if weights is not None:
+            c = tl.load(weights + row, mask=row < rows, other=0.0)[:, None]
+            value = tl.where(c == 0, 0.0, value * c)
+        acc += value
+    tl.store(parts + tl.program_id(1) * hidden + col, tl.sum(acc, 0), mask=col < hidden)
+
+
+@triton.jit(do_not_specialize=["entries", "indexed"])
+def own_classes_kernel(
+    labels,  # [N * K] int64, ascending; V and more where there is nothing to add
+    entry,  # [N * K] int64: which of ``own`` each is
+    own,  # [N * K] float32
+    x,  # [N, D]
+    d_weight,  # [V, D], added to; or None
+    d_bias,  # [V] float32, added to; or None
+    entries,
+    vocab,
+    hidden,
+    indexed,
+    x_row,
+    x_col,
+    BLOCK_ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add what the indexed logits' own gradients give to d_weight and d_bias: class by class, in order."""
+    first = tl.program_id(0)
+    label = tl.load(labels + first)
+    before = tl.load(labels + first - 1, mask=first > 0, other=-1)
+    if (label >= vocab) | (label == before):
+        return
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK_ENTRIES, BLOCK), tl.float32)
+    total_bias = tl.zeros((BLOCK_ENTRIES,), tl.float32)
+    found = BLOCK_ENTRIES
+    while found == BLOCK_ENTRIES:
+        at = first + tl.arange(0, BLOCK_ENTRIES)
+        same = tl.load(labels + at, mask=at < entries, other=-1) == label
+        which = tl.load(entry + at, mask=same, other=0)
+        g = tl.load(own + which, mask=same, other=0.0)
+        from_row = x + (which // indexed)[:, None] * x_row + col.to(tl.int64)[None, :] * x_col
+        inside = same[:, None] & (col < hidden)[None, :]
+        total += g[:, None] * tl.load(from_row, mask=inside, other=0.0).to(tl.float32)
+        total_bias += g
+        found = tl.sum(same.to(tl.int32), 0)
+        first += BLOCK_ENTRIES
+    if d_weight is not None:
+        to = d_weight + label * hidden + col
+        value = tl.load(to, mask=col < hidden, other=0.0).to(tl.float32) + tl.sum(total, 0)
+        tl.store(to, value.to(d_weight.dtype.element_ty), mask=col < hidden)
+    if d_bias is not None:
+        # By one program of the class.
+        only = tl.program_id(1) == 0
+        tl.store(d_bias + label, tl.load(d_bias + label, mask=only, other=0.0) + tl.sum(total_bias, 0), mask=only)

@@ -1,0 +1,224 @@
+"""Lists of rows: which rows have work, and their hidden states side by side.
+
+How many rows have work is known to the device only. So lists are as long as all rows, with their length in device
+memory, and every kernel reads it there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .schedule import chunk_bounds
+
+
+@triton.jit(do_not_specialize=["rows", "indexed"])
+def list_kernel(
+    lse,  # [rows] float32
+    picked,  # [rows, K] float32
+    class_sum,  # [rows] float32, or None
+    index,  # [rows, K] int64
+    g_lse,  # [rows] float32, out; None to take ``lse`` and ``picked`` as they are
+    g_picked,  # [rows, K] float32, out, or None
+    order,  # [rows] int32, out
+    length,  # [1] int32, out
+    rows,
+    indexed,
+    BLOCK: tl.constexpr,
+):
+    """List the rows that have upstream gradients, ascending.
+
+    With ``g_lse`` and ``g_picked``, these are made: ``lse`` and ``picked`` are then coefficients of lse and log_prob.
+    """
+    found = 0
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < rows
+        g = tl.load(lse + row, mask=inside, other=0.0)
+        work = tl.zeros((BLOCK,), tl.int1)
+        for k in range(indexed):
+            at = row.to(tl.int64) * indexed + k
+            c = tl.load(picked + at, mask=inside, other=0.0)
+            if g_lse is not None:
+                c = tl.where(tl.load(index + at, mask=inside, other=-1) >= 0, c, 0.0)
+                # log_prob is picked - lse, so its coefficient counts for both.
+                g -= c
+                tl.store(g_picked + at, c, mask=inside)
+            work = work | (c != 0)
+        work = work | (g != 0)
+        if class_sum is not None:
+            work = work | (tl.load(class_sum + row, mask=inside, other=0.0) != 0)
+        if g_lse is not None:
+            tl.store(g_lse + row, g, mask=inside)
+        flag = (work & inside).to(tl.int32)
+        tl.store(order + found + tl.cumsum(flag, 0) - flag, row, mask=flag != 0)
+        found += tl.sum(flag, 0)
+    tl.store(length, found)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def list_flagged_kernel(
+    flags,  # [rows] int8
+    order,  # [rows] int32, out
+    length,  # [1] int32, out
+    rows,
+    BLOCK: tl.constexpr,
+):
+    """List the rows whose flag is set, ascending."""
+    found = 0
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        flag = (tl.load(flags + row, mask=row < rows, other=0) != 0).to(tl.int32)
+        tl.store(order + found + tl.cumsum(flag, 0) - flag, row, mask=flag != 0)
+        found += tl.sum(flag, 0)
+    tl.store(length, found)
+
+
+@triton.jit
+def _weighted(c, statistic):
+    """A zero coefficient also silences a statistic that is not finite."""
+    return tl.where(c == 0, 0.0, c * statistic)
+
+
+@triton.jit(do_not_specialize=["rows", "indexed"])
+def loss_kernel(
+    lse,  # [rows] float32
+    log_prob,  # [rows, K] float32
+    class_sum,  # [rows] float32, or None
+    index,  # [rows, K] int64
+    c_lse,  # [rows] float32
+    c_log_prob,  # [rows, K] float32
+    c_class_sum,  # [rows] float32, or None
+    loss,  # [] float32, out
+    rows,
+    indexed,
+    BLOCK: tl.constexpr,
+):
+    """The statistics times their coefficients, added up in a fixed order."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < rows
+        # The terms of a row first: they may cancel.
+        term = _weighted(tl.load(c_lse + row, mask=inside, other=0.0), tl.load(lse + row, mask=inside, other=0.0))
+        for k in range(indexed):
+            at = row.to(tl.int64) * indexed + k
+            known = inside & (tl.load(index + at, mask=inside, other=-1) >= 0)
+            c = tl.load(c_log_prob + at, mask=known, other=0.0)
+            term += _weighted(c, tl.load(log_prob + at, mask=known, other=0.0))
+        if class_sum is not None:
+            c = tl.load(c_class_sum + row, mask=inside, other=0.0)
+            term += _weighted(c, tl.load(class_sum + row, mask=inside, other=0.0))
+        total += term
+    tl.store(loss, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["chunk", "most", "indexed"])
+def gather_kernel(
+    x,  # [N, D]
+    index,  # [N, K] int64
+    picked,  # [N, K] float32; for offsets only
+    order,  # [N] int32
+    length,  # [1] int32
+    gathered,  # [most, D], out
+    offset,  # [most] float32, out; or None
+    row_sum,  # [D] float32: the sum of the classes' weights, or None
+    bias_sum,  # [] float32: the sum of their biases, or None
+    class_sum,  # [N] float32, out; or None
+    scale,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    indexed,
+    x_row,
+    x_col,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The hidden states of a chunk's rows, and more: offsets (the largest indexed logit, 0 if none is finite), sums."""
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    at = tl.program_id(0)
+    if at >= tl.cdiv(rows, ROWS) * ROWS:
+        return
+    # Rows that fill up the last block are zeros.
+    there = at < rows
+    row = tl.load(order + start + at, mask=there, other=0).to(tl.int64)
+    width = tl.where(there, hidden, 0)
+    d = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, hidden, BLOCK):
+        values = tl.load(x + row * x_row + (k + d).to(tl.int64) * x_col, mask=k + d < width, other=0.0)
+        tl.store(gathered + at.to(tl.int64) * hidden + k + d, values, mask=k + d < hidden)
+        if row_sum is not None:
+            total += values.to(tl.float32) * tl.load(row_sum + k + d, mask=k + d < hidden, other=0.0)
+    if row_sum is not None:
+        of_classes = tl.sum(total, 0)
+        if bias_sum is not None:
+            of_classes += tl.load(bias_sum)
+        tl.store(class_sum + row, of_classes * scale, mask=there)
+    if offset is not None:
+        best = float("-inf")
+        for k in range(indexed):
+            label = tl.load(index + row * indexed + k, mask=there, other=-1)
+            z = tl.load(picked + row * indexed + k, mask=(label >= 0) & (label < vocab), other=float("-inf"))
+            best = tl.where(z > best, z, best)
+        tl.store(offset + at, tl.where(tl.abs(best) < float("inf"), best, 0.0))
+
+
+@triton.jit(do_not_specialize=["indexed"])
+def pick_kernel(
+    x,  # [N, D]
+    w,  # [V, D]
+    bias,  # [V] or None
+    index,  # [N, K] int64
+    order,  # [N] int32
+    length,  # [1] int32
+    picked,  # [N, K] float32, out: 0 where the index is no class
+    scale,
+    vocab,
+    hidden,
+    indexed,
+    x_row,
+    x_col,
+    w_row,
+    w_col,
+    x_step,  # BK * x_col and BK * w_col, made on the host: they may exceed 32 bits
+    w_step,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Indexed logits of the listed rows, by matrix products whose diagonals they are.
+
+    The tensor cores add up each element of a product in the same order, whatever its place in a tile. So these have the
+    very bits that the same logits have in the statistics, as they must: a log-probability is their small difference.
+    """
+    rows = tl.load(length)
+    if tl.program_id(0) * BM >= rows:
+        return
+    at = tl.program_id(0) * BM + tl.arange(0, BM)
+    there = at < rows
+    row = tl.load(order + at, mask=there, other=0).to(tl.int64)
+    k = tl.program_id(1)
+    label = tl.load(index + row * indexed + k, mask=there, other=-1)
+    known = (label >= 0) & (label < vocab)
+    label = tl.where(known, label, 0)
+    d = tl.arange(0, BK)
+    a_at = x + row[:, None] * x_row + d.to(tl.int64)[None, :] * x_col
+    b_at = w + label[:, None] * w_row + d.to(tl.int64)[None, :] * w_col
+    z = tl.zeros((BM, BM), tl.float32)
+    for start in range(0, hidden, BK):
+        inside = d < hidden - start
+        a = tl.load(a_at, mask=there[:, None] & inside[None, :], other=0.0)
+        b = tl.load(b_at, mask=known[:, None] & inside[None, :], other=0.0)
+        z = tl.dot(a, b.T, z, input_precision=PRECISION)
+        a_at += x_step
+        b_at += w_step
+    if bias is not None:
+        z += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)[None, :]
+    if SCALED:
+        z *= scale
+    diagonal = tl.arange(0, BM)[:, None] == tl.arange(0, BM)[None, :]
+    tl.store(picked + row * indexed + k, tl.where(known, tl.sum(tl.where(diagonal, z, 0.0), 1), 0.0), mask=there)

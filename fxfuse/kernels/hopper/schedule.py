@@ -1,0 +1,94 @@
+"""What the kernels share: chunks of a list of rows whose length only the device knows, the order of tiles, a tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def chunk_bounds(count, chunk, most, BLOCK: tl.constexpr):
+    """(first row, number of rows) of a chunk: ``count`` rows cut evenly into chunks of at most ``most``.
+
+    A chunk past the end has no rows. ``most`` is a multiple of ``BLOCK``, and so is every first row.
+    """
+    chunks = tl.maximum(tl.cdiv(count, most), 1)
+    step = tl.cdiv(tl.cdiv(count, chunks), BLOCK) * BLOCK
+    start = chunk * step
+    return start, tl.maximum(tl.minimum(count - start, step), 0)
+
+
+@triton.jit
+def last_chunk(count, most):
+    """The last chunk that has rows; 0 if none has."""
+    return tl.maximum(tl.cdiv(count, most), 1) - 1
+
+
+@triton.jit
+def grouped(tile, row_blocks, columns, GROUP: tl.constexpr):
+    """(row block, column) of a tile, ``GROUP`` row blocks at a time through all columns, to reuse L2."""
+    group = tile // (GROUP * columns)
+    first = group * GROUP
+    size = tl.minimum(row_blocks - first, GROUP)
+    within = tile % (GROUP * columns)
+    return first + within % size, within // size
+
+
+@triton.jit
+def product_tile(
+    x,
+    w,
+    row,
+    col,
+    hidden,
+    TRANSPOSED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Rows from ``row`` of x times classes from ``col`` of w, float32 ``[BM, BN]``; 0 outside of both.
+
+    ``w`` describes ``[V, D]`` in blocks ``[BN, BK]``, or if TRANSPOSED ``[D, V]`` in blocks ``[BK, BN]``.
+    """
+    z = tl.zeros((BM, BN), tl.float32)
+    for k in range(tl.cdiv(hidden, BK)):
+        a = x.load([row, k * BK])
+        if TRANSPOSED:
+            z = tl.dot(a, w.load([k * BK, col]), z, input_precision=PRECISION)
+        else:
+            z = tl.dot(a, w.load([col, k * BK]).T, z, input_precision=PRECISION)
+    return z
+
+
+@triton.jit
+def left_and_right(z, BM: tl.constexpr, BN: tl.constexpr):
+    """The two halves ``[BM, BN // 2]`` of a tile: an epilogue by halves needs half the shared memory to store from."""
+    return tl.split(tl.permute(tl.reshape(z, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def affine(z, bias, col, scale, vocab, SCALED: tl.constexpr):
+    """Logits from products ``z [BM, W]`` at the classes ``col [W]``: the bias added, then scaled.
+
+    Each step is rounded to float32 by itself, so that a logit has the same bits wherever it is made.
+    """
+    if bias is not None:
+        z += tl.load(bias + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
+    if SCALED:
+        z *= scale
+    return z
+
+
+@triton.jit
+def exponent(z, shift):
+    """log2 of exp(z - c), for shift = c * log2(e): one fused operation, which must be the same everywhere."""
+    return z * LOG2E - shift
+
+
+@triton.jit
+def log_of_sum(s, c):
+    """log of a sum of exp(z - c), without what the rounding of the shift by c put into every term."""
+    return tl.log(s) - exponent(c, c * LOG2E) / LOG2E

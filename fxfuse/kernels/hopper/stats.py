@@ -1,0 +1,164 @@
+"""Row statistics of a chunk of listed rows, from logits that are never stored: a fused product, then a merge.
+
+Each program walks a lane of the vocabulary for a block of rows and keeps, per row, the maximum m and the sum s of
+exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The lanes of a row are merged by rescaling each s to the
+common maximum, as flash-decoding merges parts of a sequence, so one row can use the whole device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .schedule import LOG2E, affine, chunk_bounds, exponent, log_of_sum, product_tile
+
+
+@triton.jit
+def rescale(old, new):
+    """exp(old - new), and 1 where both are the same infinity, whose difference would be NaN."""
+    return tl.where(old == new, 1.0, tl.exp(old - new))
+
+
+@triton.jit
+def finite_or_zero(m):
+    """What exponents are taken relative to: m, but 0 for an infinite m."""
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
+
+
+@triton.jit
+def lanes_of(rows, programs, BM: tl.constexpr):
+    """(row blocks, lanes of the vocabulary) of a chunk, so that a program each fills the device."""
+    row_blocks = tl.maximum(tl.cdiv(rows, BM), 1)
+    return row_blocks, tl.maximum(programs // row_blocks, 1)
+
+
+@triton.jit(do_not_specialize=["chunk", "most", "programs"])
+def stats_kernel(
+    x,  # descriptor of [most, D]
+    w,  # descriptor of [V, D], or of [D, V] if TRANSPOSED
+    bias,  # [V] or None
+    length,  # [1] int32
+    class_weight,  # [V] or None
+    part_max,  # [row blocks, lanes, BM] float32, out: at most [programs, BM]
+    part_sum,  # the same
+    part_class_sum,  # the same, or None
+    scale,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    SCALED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EVEN_VOCAB: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    ROWS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    _, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    row_blocks, lanes = lanes_of(rows, programs, BM)
+    columns = tl.cdiv(vocab, BN)
+    row_block, lane = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
+    if (lane >= lanes) | (rows == 0):
+        return
+    tile_row = row_block * BM
+    m = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BM,), dtype=tl.float32)
+    class_sum = tl.zeros((BM,), dtype=tl.float32)
+    for column in tl.range(lane, columns, lanes, flatten=FLATTEN):
+        tile_col = column * BN
+        col = tile_col + tl.arange(0, BN)
+        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
+        z = affine(z, bias, col, scale, vocab, SCALED)
+        if part_class_sum is not None:
+            if class_weight is not None:
+                c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
+                class_sum += tl.sum(z * c[None, :], 1)
+            else:  # past the vocabulary z is 0
+                class_sum += tl.sum(z, 1)
+        if not EVEN_VOCAB:
+            z = tl.where((col < vocab)[None, :], z, float("-inf"))
+
+        # A NaN is no maximum, but makes its row's sum NaN.
+        m_new = tl.maximum(m, tl.max(z, 1))
+        s = s * rescale(m, m_new) + tl.sum(tl.exp2(exponent(z, (finite_or_zero(m_new) * LOG2E)[:, None])), 1)
+        m = m_new
+
+    part = (row_block * lanes + lane) * BM + tl.arange(0, BM)
+    tl.store(part_max + part, m)
+    tl.store(part_sum + part, s)
+    if part_class_sum is not None:
+        tl.store(part_class_sum + part, class_sum)
+
+
+@triton.jit(do_not_specialize=["chunk", "most", "vocab", "indexed", "programs"])
+def merge_kernel(
+    part_max,  # [row blocks, lanes, BM] float32
+    part_sum,
+    part_class_sum,  # or None
+    index,  # [N, K] int64
+    order,  # [N] int32
+    length,  # [1] int32
+    lse,  # [N] float32, out
+    residual,  # [N] float32, out
+    picked,  # [N, K] float32
+    log_prob,  # [N, K] float32, out
+    class_sum,  # [N] float32, out, or None
+    chunk,
+    most,
+    vocab,
+    indexed,
+    programs,
+    BM: tl.constexpr,
+    BLOCK_LANES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    if tl.program_id(0) * BLOCK_ROWS >= rows:
+        return
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    there = row < rows
+    _, lanes = lanes_of(rows, programs, BM)
+    first_part = row // BM * lanes * BM + row % BM
+    source = tl.load(order + start + row, mask=there, other=0).to(tl.int64)
+
+    m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    for first in range(0, lanes, BLOCK_LANES):
+        lane = first + tl.arange(0, BLOCK_LANES)
+        part = lane[:, None] * BM + first_part[None, :]
+        inside = (lane < lanes)[:, None] & there[None, :]
+        m = tl.maximum(m, tl.max(tl.load(part_max + part, mask=inside, other=float("-inf")), 0))
+
+    s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    for first in range(0, lanes, BLOCK_LANES):
+        lane = first + tl.arange(0, BLOCK_LANES)
+        part = lane[:, None] * BM + first_part[None, :]
+        inside = (lane < lanes)[:, None] & there[None, :]
+        their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))
+        s += tl.sum(tl.load(part_sum + part, mask=inside, other=0.0) * rescale(their_m, m[None, :]), 0)
+        if class_sum is not None:
+            weighted += tl.sum(tl.load(part_class_sum + part, mask=inside, other=0.0), 0)
+
+    log_s = tl.log(s)
+    shift = finite_or_zero(m)
+    log_sum = log_of_sum(s, shift)
+    row_lse = shift + log_sum
+    # What the rounding of that sum lost (Dekker's fast two-sum: |shift| is the larger wherever it matters).
+    tl.store(residual + source, tl.where(tl.abs(row_lse) < float("inf"), (shift - row_lse) + log_sum, 0.0), mask=there)
+    tl.store(lse + source, row_lse, mask=there)
+    if class_sum is not None:
+        tl.store(class_sum + source, weighted, mask=there)
+    for k in range(indexed):
+        at = source * indexed + k
+        chosen = tl.load(index + at, mask=there, other=-1)
+        is_class = (chosen >= 0) & (chosen < vocab)
+        log2 = exponent(tl.load(picked + at, mask=is_class, other=0.0), shift * LOG2E)
+        # m - m is 0, or NaN for an infinite maximum, where log_softmax is NaN too. Rounding may not make a probability
+        # of more than one.
+        value = log2 / LOG2E - (log_s + (m - m))
+        tl.store(log_prob + at, tl.where(is_class, tl.where(value > 0, 0.0, value), 0.0), mask=there)

@@ -1,0 +1,174 @@
+"""The ops on Hopper and later GPUs, for operands in 16 bits that a tensor descriptor can describe.
+
+Rows without work are left out: a list of the others is made on the device, and everything that follows reads its length
+there. A chunk of listed rows is gathered and meets the whole vocabulary before the next. Nothing waits for the device,
+nothing is added atomically but a count of rows, and every sum has a fixed order.
+
+A loss whose coefficients are known beforehand takes three products: scaled exponentials (see
+``kernels.hopper.exponentials``), then dX and dW from them. Rows whose offset proves bad, and everything else, take
+four: the statistics, the gradient of the logits from logits made anew, dX and dW.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.hopper.launch import Call, Listed, Stats, Sum, takes
+from .contract import Upstream, normalisation, stash_dtype
+
+__all__ = ["Call", "linear_loss", "linear_stats", "linear_stats_backward", "takes"]
+
+# A chunk of exponentials: so many rows that adding it to dW costs little beside its product, within these bytes.
+MOST_EXPONENTIALS_BYTES = 1536 << 20
+# A window of gradients of logits that are made anew.
+WINDOW_BYTES = 256 << 20
+
+
+# --- gradients ------------------------------------------------------------------------------------------------
+
+
+class _Gradients:
+    """The gradients of one call while they are made: d_input of the listed rows (zero elsewhere), d_weight, d_bias."""
+
+    def __init__(self, call: Call, needs: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, ...]) -> None:
+        self.call, self.dtypes = call, dtypes
+        self.need_input, self.need_weight, self.need_bias = needs
+        self.d_input = call.input.new_zeros((call.rows, call.hidden) if self.need_input else (0,), dtype=dtypes[0])
+        self.d_weight = call.empty(*((call.vocab, call.hidden) if self.need_weight else (0,)), dtype=dtypes[1])
+        self.d_bias = call.input.new_zeros((call.vocab if self.need_bias else 0,), dtype=torch.float32)
+
+    def results(self, undo: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        d_bias = self.d_bias if undo is None else self.d_bias * undo
+        return self.d_input, self.d_weight, d_bias.to(self.dtypes[2])
+
+    def recompute(
+        self, listed: Listed, stats: Stats, up: Upstream, factors: tuple[Tensor | None, Tensor | None]
+    ) -> None:
+        """From known statistics, window by window of the gradient of the logits.
+
+        Windows are cut along the longer of rows and vocabulary, so that the smaller of d_input and d_weight is the one
+        that is added up.
+        """
+        call = self.call
+        size = call.input.element_size()
+        if call.rows > call.vocab:
+            rows = call.cut(listed, max(call.row_block, WINDOW_BYTES // (call.vocab * size)))
+            windows = [slice(0, call.vocab)]
+        else:
+            rows = call.cut(listed, call.rows)
+            windows = call.windows(WINDOW_BYTES // (rows.most * size))
+        d_input, d_weight = _begin(self.d_input, len(windows)), _begin(self.d_weight, rows.chunks)
+        gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
+        dz = call.exponentials_buffer(rows.most, windows[0].stop)
+        parts = call.parts()
+        normalise, undo = factors
+        call.pick(listed, stats.picked)
+        for chunk in range(rows.chunks):
+            call.gather(rows, chunk, gathered)
+            for i, window in enumerate(windows):
+                here = dz[:, : window.stop - window.start]
+                call.dlogits_of(rows, chunk, window, gathered, here, stats, up, normalise)
+                if self.need_input:
+                    ends = i == 0, i == len(windows) - 1
+                    call.add_input(rows, chunk, window, here, d_input, parts, *ends, undo=undo)
+                if self.need_weight:
+                    call.add_weight(rows, chunk, window, here, gathered, d_weight, undo=undo)
+                if self.need_bias:
+                    call.add_bias(rows, chunk, window, here, self.d_bias)
+
+    def exponentials(self, listed: Listed, stats: Stats, up: Upstream) -> None:
+        """The statistics and the gradients together, from scaled exponentials."""
+        call = self.call
+        # Adding up d_weight costs as much as the product with so many rows does in a few hundred columns of the hidden
+        # states; fewer rows than a seventh cost more launches than memory.
+        wanted = max(7 * call.hidden // 5, -(-call.rows // 7), 1024)
+        bound = max(call.row_block, MOST_EXPONENTIALS_BYTES // (call.vocab * call.input.element_size()))
+        rows = call.cut(listed, min(wanted, bound // call.row_block * call.row_block))
+        d_input, d_weight = _begin(self.d_input, 1), _begin(self.d_weight, rows.chunks)
+        gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
+        e = call.exponentials_buffer(rows.most, call.vocab)
+        # The sums of the tiles are read before the parts of d_input are written.
+        scratch = call.empty(max(call.parts_size(), call.sums_size(rows.most)))
+        offset, factor, bad = call.empty(rows.most), call.empty(rows.most), call.no_bad(rows)
+        own = torch.zeros_like(up.picked)
+        row_sum = rank_one = weight_row = None
+        if up.class_sum is not None:
+            # The sum over the classes is linear, so what it gives to the gradients is a matrix of rank one.
+            row_sum = call.weighted_sum(call.weight, call.class_weight)
+            rank_one = up.class_sum, row_sum * call.scale
+            weight_row = call.weighted_sum(call.input, up.class_sum) * call.scale
+        call.pick(listed, stats.picked)
+        everything = slice(0, call.vocab)
+        for chunk in range(rows.chunks):
+            call.gather(rows, chunk, gathered, stats.picked, offset, row_sum, stats.class_sum)
+            call.exponentials_of(rows, chunk, gathered, offset, e, scratch, up, stats, factor, own, bad)
+            if self.need_bias:
+                call.add_bias(rows, chunk, everything, e, self.d_bias, factor)
+            if self.need_input:
+                call.add_input(
+                    rows, chunk, everything, e, d_input, scratch, True, True, factor, rank_one=rank_one, own=own
+                )
+            if self.need_weight:
+                call.add_weight(rows, chunk, everything, e, gathered, d_weight, class_row=weight_row)
+        if self.need_weight or self.need_bias:
+            call.add_own(own, self.d_weight if self.need_weight else None, self.d_bias if self.need_bias else None)
+        if self.need_bias and up.class_sum is not None:
+            c = 1.0 if call.class_weight is None else call.class_weight
+            self.d_bias += up.class_sum.sum() * call.scale * c
+
+
+def _begin(out: Tensor, terms: int) -> Sum:
+    """A gradient to be added up of so many products."""
+    split = terms > 1 and out.element_size() == 2 and out.numel() > 0
+    return Sum(out, torch.empty_like(out, dtype=torch.int8) if split else None)
+
+
+# --- the ops --------------------------------------------------------------------------------------------------
+
+
+def linear_stats(call: Call, want_class_sum: bool, skip_unindexed: bool) -> Stats:
+    listed = call.listed_by_flags((call.index >= 0).any(1).view(torch.int8)) if skip_unindexed else call.every_row()
+    out = call.no_stats(want_class_sum)
+    call.stats(listed, out, want_class_sum)
+    return out
+
+
+def linear_stats_backward(
+    call: Call,
+    lse: Tensor,
+    residual: Tensor,
+    up: Upstream,
+    needs: tuple[bool, bool, bool],
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    stats = call.no_stats(False, together=True)
+    stats.lse, stats.residual = lse, residual
+    factors = _factors(call, up)
+    grads = _Gradients(call, needs, dtypes)
+    grads.recompute(call.listed(up), stats, up, factors)
+    return grads.results(factors[1])
+
+
+def linear_loss(
+    call: Call, c: Upstream, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """``c`` are the coefficients of lse, log_prob and class_sum."""
+    listed, up = call.listed_by_coefficients(c)
+    want_class_sum = c.class_sum is not None
+    stats = call.no_stats(want_class_sum, together=True)
+    grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
+    undo = None
+    if any(needs) and call.input.dtype != torch.float16:
+        grads.exponentials(listed, stats, up)
+    else:
+        call.stats(listed, stats, want_class_sum)
+        if any(needs):  # float16 has too narrow a range for exponentials of any offset
+            factors = _factors(call, up)
+            grads.recompute(listed, stats, up, factors)
+            undo = factors[1]
+    return call.loss(stats, c), grads.results(undo)
+
+
+def _factors(call: Call, up: Upstream) -> tuple[Tensor | None, Tensor | None]:
+    return normalisation(up, call.class_weight, call.scale) if call.input.dtype == torch.float16 else (None, None)
