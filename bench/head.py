@@ -1,18 +1,24 @@
-"""Time and memory of one head with its loss: fxfuse beside eager and Inductor, in ratio to the bare products.
+"""Time and memory of one head with its loss: fxfuse beside what else is installed, in ratio to the bare products.
 
     python bench/head.py                                  # the shapes of real models, on the GPU
     python bench/head.py --shape 2048x512x32000 --dtype float32 --json head.json
+    python bench/head.py --ignored 0.75                   # three quarters of the labels are ignore_index
 
-``÷3`` is the time of loss and gradients over three products of the same operands (logits, dX, dW) measured in the
-same process; ``fwd ÷1`` the loss alone over one. ``MiB`` is the peak of memory above the operands, dX and dW
-included; the errors are relative L2 errors of the gradients against float64.
+``÷3`` is the time of loss and gradients over three bare products of the same operands (logits, dX, dW; for an odd
+vocabulary, of a padded one); ``fwd ÷1`` the loss alone over one product; ``rows ÷4`` the gradients of per-row losses
+(``reduction="none"``) over four. Each is measured in turns with its products, in one process, several times: medians.
+The card is warm and its power is limited, for both. ``extra`` is the peak of memory above the operands, in MiB, beside
+dX and dW themselves. The errors are relative L2 errors of the gradients against float64. With ignored labels, ``of
+dense`` is the time over that of the same implementation with none ignored.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import platform
 import statistics
 import sys
 import time
@@ -24,33 +30,60 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from tqdm import tqdm
 
-import fxfuse
-
 SHAPES = {
     "llama3-4k": (4096, 4096, 128256),
     "llama3-8b": (16384, 4096, 128256),
     "qwen-0.5b": (16384, 896, 151936),
     "gemma2-2b": (8192, 2304, 256000),
     "gpt2": (16384, 768, 50257),
+    "llama3-512": (512, 4096, 128256),
+    "llama3-1": (1, 4096, 128256),
 }
+Loss = Callable[..., torch.Tensor]
 
 
-def plain(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def plain(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
     """The loss as most programs compute it: logits in the model's dtype, cross entropy in float32."""
-    return F.cross_entropy(F.linear(x, w).float(), y)
+    return F.cross_entropy(F.linear(x, w).float(), y, reduction=reduction)
 
 
-def implementations() -> dict[str, Callable[..., torch.Tensor]]:
+def peers() -> dict[str, Loss]:
+    """Other implementations of the mean loss, of those that are installed here."""
+    found: dict[str, Loss] = {}
+    if hasattr(F, "linear_cross_entropy"):
+        found["torch linear_cross_entropy"] = lambda x, w, y: F.linear_cross_entropy(x, w, y)
+    with contextlib.suppress(ImportError):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss()
+        found["Liger-Kernel"] = lambda x, w, y: liger(w, x, y)
+    with contextlib.suppress(ImportError):
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["Cut Cross-Entropy"] = lambda x, w, y: linear_cross_entropy(x, w, y)
+    with contextlib.suppress(ImportError):
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        found["QuACK"] = lambda x, w, y: chunked_linear_cross_entropy(x, w, y, reduction="mean")
+    with contextlib.suppress(ImportError):
+        from fla.modules import FusedLinearCrossEntropyLoss
+
+        fla = FusedLinearCrossEntropyLoss()
+        found["fla-core"] = lambda x, w, y: fla(x, y, w)
+    return found
+
+
+def implementations() -> dict[str, Loss]:
     return {
         "eager": plain,
         "inductor": torch.compile(plain, dynamic=False),
         "fxfuse": torch.compile(plain, backend="fxfuse", dynamic=False, options={"fxfuse.min_logits_bytes": 0}),
-        "fxfuse (function)": fxfuse.linear_cross_entropy,
+        **peers(),
     }
 
 
 class Clock:
-    """Median time of a function, on the device, in milliseconds."""
+    """Times on the device, each in turns with what it is compared to."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
@@ -59,23 +92,27 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def __call__(self, f: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(2):
+    def once(self, f: Callable[[], Any], calls: int) -> float:
+        self.sync()
+        start = time.perf_counter()
+        for _ in range(calls):
             f()
-        for _ in range(self.repeats):
-            self.sync()
-            start = time.perf_counter()
-            f()
-            self.sync()
-            times.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(times)
+        self.sync()
+        return (time.perf_counter() - start) / calls
+
+    def ratio(self, f: Callable[[], Any], base: Callable[[], Any], seconds: float = 0.1) -> tuple[float, float]:
+        """(time of f over time of base, milliseconds of f), medians of turns of about so many seconds."""
+        f(), base()
+        # Not from the first call, which may have compiled.
+        calls = [max(1, min(1000, int(seconds / max(self.once(g, 1), 1e-6)))) for g in (f, base)]
+        turns = [(self.once(base, calls[1]), self.once(f, calls[0])) for _ in range(self.repeats)]
+        bases, times = (statistics.median(column) for column in zip(*turns, strict=True))
+        return times / bases, times * 1e3
 
 
 def peak_mib(f: Callable[[], Any]) -> float | None:
     """Peak of CUDA memory during ``f`` above what was in use before, in MiB."""
     if not torch.cuda.is_available():
-        f()
         return None
     gc.collect()
     torch.cuda.synchronize()
@@ -89,11 +126,12 @@ def peak_mib(f: Callable[[], Any]) -> float | None:
 def exact_gradients(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the mean loss in float64, in chunks of rows."""
     wide = w.double()
-    dx, dw = torch.empty_like(x, dtype=torch.float64), torch.zeros_like(wide)
-    for rows in torch.arange(x.shape[0], device=x.device).split(1024):
+    dx, dw = torch.zeros_like(x, dtype=torch.float64), torch.zeros_like(wide)
+    counted = (y >= 0).nonzero()[:, 0]
+    for rows in counted.split(1024):
         p = (x[rows].double() @ wide.t()).softmax(-1)
         p[torch.arange(len(rows), device=x.device), y[rows]] -= 1
-        p /= x.shape[0]
+        p /= len(counted)
         dx[rows] = p @ wide
         dw.addmm_(p.t(), x[rows].double())
     return dx, dw
@@ -103,52 +141,108 @@ def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return float((actual.double() - exact).norm() / exact.norm())
 
 
-def measure(shape: tuple[int, int, int], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    rows, hidden, vocab = shape
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    torch.manual_seed(0)
-    x = torch.randn(rows, hidden, device=device, dtype=dtype)
-    w = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype)
-    y = torch.randint(vocab, (rows,), device=device)
-    y[: int(rows * args.ignored)] = -100
-    clock = Clock(device, args.repeats)
+class Case:
+    """One shape's operands, its bare products, and the measurements of an implementation on them."""
 
-    def products() -> None:
-        z = x @ w.t()
-        _ = z @ w, z.t() @ x
+    def __init__(self, shape: tuple[int, int, int], args: argparse.Namespace) -> None:
+        self.args, self.shape = args, shape
+        rows, hidden, vocab = shape
+        device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+        self.clock = Clock(device, args.repeats)
+        torch.manual_seed(0)
+        self.x = torch.randn(rows, hidden, device=device, dtype=dtype)
+        self.w = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype)
+        self.dense = torch.randint(vocab, (rows,), device=device)
+        self.y = torch.where(torch.rand(rows, device=device) < args.ignored, -100, self.dense)
+        self.exact = exact_gradients(self.x, self.w, self.y) if args.errors else None
+        self.x.requires_grad_()
+        self.w.requires_grad_()
 
-    three, one = clock(products), clock(lambda: x @ w.t())
-    exact = exact_gradients(x, w, y) if args.errors and not args.ignored else None
-    x.requires_grad_()
-    w.requires_grad_()
-    for name, f in implementations().items():
+    def products(self, count: int) -> Callable[[], None]:
+        """So many products: one for the logits; three, dX and dW too; four, the logits twice."""
+        x, w = self.x.detach(), self.w.detach()
+        padding = -w.shape[0] % 64
+        if padding:
+            w = F.pad(w, (0, 0, 0, padding))
+
+        def one() -> torch.Tensor:
+            return x @ w.t()
+
+        def all_of_them() -> None:
+            for _ in range(count - 2):
+                z = one()
+            _ = z @ w, z.t() @ x
+
+        return one if count == 1 else all_of_them  # type: ignore[return-value]
+
+    def step(self, f: Loss, labels: torch.Tensor) -> None:
+        self.x.grad = self.w.grad = None
+        f(self.x, self.w, labels).backward()
+
+    def per_row(self, f: Loss, g: torch.Tensor) -> None:
+        self.x.grad = self.w.grad = None
+        f(self.x, self.w, self.y, reduction="none").backward(g)
+
+    def forward(self, f: Loss, labels: torch.Tensor) -> None:
+        with torch.no_grad():
+            f(self.x, self.w, labels)
+
+    def measure(self, name: str, f: Loss) -> dict[str, Any]:
+        """The row of the table."""
+        clock, own = self.clock, (self.x.numel() + self.w.numel()) * self.x.element_size() / 2**20
+        row: dict[str, Any] = {"shape": "×".join(map(str, self.shape)), "implementation": name}
         torch._dynamo.reset()
-
-        def forward(f: Callable[..., torch.Tensor] = f) -> torch.Tensor:
-            with torch.no_grad():
-                return f(x, w, y)
-
-        def step(f: Callable[..., torch.Tensor] = f) -> None:
-            x.grad = w.grad = None
-            f(x, w, y).backward()
-
-        row: dict[str, Any] = {"shape": "×".join(map(str, shape)), "implementation": name}
         try:
             start = time.perf_counter()
-            step()
+            self.step(f, self.y)
             clock.sync()
             row["first call s"] = time.perf_counter() - start
-            row["÷3"] = clock(step) / three
-            row["fwd ÷1"] = clock(forward) / one
-            x.grad = w.grad = None
-            row["MiB"] = peak_mib(step)
-            if exact is not None:
-                row["dX error"], row["dW error"] = error(x.grad, exact[0]), error(w.grad, exact[1])
-            row["fwd MiB"] = peak_mib(forward)
+            if self.exact is not None:
+                row["dX error"] = error(self.x.grad, self.exact[0])
+                row["dW error"] = error(self.w.grad, self.exact[1])
+            row["÷3"], row["ms"] = clock.ratio(lambda: self.step(f, self.y), self.products(3))
+            row["fwd ÷1"], row["fwd ms"] = clock.ratio(lambda: self.forward(f, self.y), self.products(1))
+            self.x.grad = self.w.grad = None
+            peak = peak_mib(lambda: self.step(f, self.y))
+            row["extra"] = None if peak is None else peak - own
+            self.x.grad = self.w.grad = None
+            row["fwd extra"] = peak_mib(lambda: self.forward(f, self.y))
+            if self.args.ignored:
+                row["of dense"] = clock.ratio(lambda: self.step(f, self.y), lambda: self.step(f, self.dense))[0]
+                row["fwd of dense"] = clock.ratio(lambda: self.forward(f, self.y), lambda: self.forward(f, self.dense))[
+                    0
+                ]
+            if self.args.per_row and name in ("eager", "inductor", "fxfuse"):
+                g = torch.randn(len(self.y), device=self.y.device) / len(self.y)
+                row["rows ÷4"] = clock.ratio(lambda: self.per_row(f, g), self.products(4))[0]
+                self.x.grad = self.w.grad = None
+                peak = peak_mib(lambda: self.per_row(f, g))
+                row["rows extra"] = None if peak is None else peak - own
+            if self.shape[0] <= 16:
+                # The weight is read once; a copy reads and writes it.
+                copy = torch.empty_like(self.w)
+                over_copy = clock.ratio(lambda: self.forward(f, self.y), lambda: copy.copy_(self.w))[0]
+                row["fwd of copy bandwidth"] = 0.5 / over_copy
         except torch.OutOfMemoryError:
             row["÷3"] = "out of memory"
-        x.grad = w.grad = None
-        yield row
+        except Exception as failure:  # a peer that refuses a shape should not end the rest
+            if name == "fxfuse":
+                raise
+            row["÷3"] = type(failure).__name__
+        self.x.grad = self.w.grad = None
+        return row
+
+
+def measurements(shapes: list[tuple[int, int, int]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    chosen = {n: f for n, f in implementations().items() if not args.only or n in args.only}
+    for shape in shapes:
+        case = Case(shape, args)
+        for name, f in chosen.items():
+            yield case.measure(name, f)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        del case
 
 
 def main() -> int:
@@ -158,8 +252,11 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the labels that are ignored")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
     parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64")
+    parser.add_argument("--per-row", action="store_true", help="also time the gradients of per-row losses")
+    parser.add_argument("--only", action="append", metavar="NAME", choices=list(implementations()),
+                        help="measure this implementation only; may be repeated")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args = parser.parse_args()
     try:
@@ -168,20 +265,17 @@ def main() -> int:
             raise ValueError("three sizes of one or more are needed")
     except ValueError as wrong:
         parser.error(f"--shape: {wrong}; give NxDxV or one of {', '.join(SHAPES)}")
-    results = []
-    with tqdm(total=len(shapes) * len(implementations()), file=sys.stderr, unit="run") as progress:
-        for shape in shapes:
-            for row in measure(shape, args):  # type: ignore[arg-type]
-                results.append(row)
-                progress.update()
-    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
+    if not 0 <= args.ignored < 1:
+        parser.error("--ignored: a fraction from 0 to below 1 is needed")
+    count = len(args.only or implementations())
+    results = list(tqdm(measurements(shapes, args), total=len(shapes) * count, file=sys.stderr, unit="run"))  # type: ignore[arg-type]
+    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU ({platform.machine()})"
     print(f"{name}, torch {torch.__version__}, {args.dtype}, mean cross entropy, {args.ignored:.0%} ignored")
     print(tabulate(results, headers="keys", floatfmt=".3g"))
     if args.json:
+        about = {"device": name, "torch": torch.__version__, "dtype": args.dtype, "ignored": args.ignored}
         with open(args.json, "w") as file:
-            json.dump(
-                {"device": name, "torch": torch.__version__, "dtype": args.dtype, "results": results}, file, indent=1
-            )
+            json.dump({**about, "command": " ".join(sys.argv[1:]), "results": results}, file, indent=1)
     return 0
 
 

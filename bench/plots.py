@@ -1,0 +1,89 @@
+"""Plots of what the benchmarks measured, as PNG beside their JSON.
+
+python bench/plots.py bench/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {"fxfuse": "#c0392b", "fused": "#c0392b", "inductor": "#2c3e50", "eager": "#7f8c8d", "naive": "#7f8c8d"}
+MARKERS = "osD^vP*X"
+
+
+def head(data: dict[str, Any], to: Path) -> None:
+    """Time over the bare products against extra memory: one panel a shape, one point an implementation."""
+    results = [row for row in data["results"] if isinstance(row["÷3"], float) and row.get("extra") is not None]
+    shapes = list(dict.fromkeys(row["shape"] for row in results if int(row["shape"].split("×")[0]) > 1))
+    figure, axes = plt.subplots(1, len(shapes), figsize=(3.1 * len(shapes), 3.4), squeeze=False)
+    names = list(dict.fromkeys(row["implementation"] for row in results))
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        for row in (r for r in results if r["shape"] == shape):
+            name = row["implementation"]
+            axis.scatter(
+                max(row["extra"], 1) / 1024, row["÷3"], s=55, label=name, zorder=3,
+                color=COLOURS.get(name), marker=MARKERS[names.index(name) % len(MARKERS)],
+            )  # fmt: skip
+        axis.axhline(1, color="#bbbbbb", linewidth=1, zorder=1)
+        axis.set(title=shape, xlabel="extra memory, GiB", xscale="log", yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(axis="y", which="both", labelsize=7)
+        axis.title.set_fontsize(9)
+    axes[0][0].set_ylabel("time over three bare products")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=9)
+    figure.suptitle(f"Loss and gradients of one head, {data['dtype']}, {data['device']}: down and left is better")
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(to, dpi=150)
+    plt.close(figure)
+
+
+def logprobs(data: dict[str, Any], to: Path) -> None:
+    """Time and peak memory over the number of rows, and over the vocabulary, fused against naive."""
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6.4))
+    for column, (over, key, label) in enumerate((("rows", "rows", "rows"), ("vocab", "vocab", "vocabulary"))):
+        rows = [row for row in data["results"] if row["over"] == over]
+        fixed = f"vocabulary {rows[0]['vocab']}" if over == "rows" else f"{rows[0]['rows']} rows"
+        for line, quantity in enumerate(("ms", "MiB")):
+            axis = axes[line][column]
+            for name in ("fused", "naive"):
+                points = [(r[key], r[f"{name} {quantity}"]) for r in rows if r.get(f"{name} {quantity}") is not None]
+                axis.plot(*zip(*points, strict=True), marker="o", label=name, color=COLOURS[name])
+            axis.set(xscale="log", yscale="log", xlabel=label, ylabel="time, ms" if line == 0 else "peak memory, MiB")
+            axis.set_xscale("log", base=2)
+            axis.grid(alpha=0.3)
+        axes[0][column].set_title(f"hidden {rows[0]['hidden']}, {fixed}", fontsize=9)
+    axes[0][0].legend(frameon=False)
+    figure.suptitle(f"Log-probabilities of given tokens, {data['dtype']}, {data['device']}")
+    figure.tight_layout()
+    figure.savefig(to, dpi=150)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where head-*.json and logprobs-*.json are")
+    args = parser.parse_args()
+    drawn = 0
+    for kind, draw in (("head", head), ("logprobs", logprobs)):
+        for file in sorted(args.folder.glob(f"{kind}-*.json")):
+            draw(json.loads(file.read_text()), file.with_suffix(".png"))
+            print(file.with_suffix(".png"))
+            drawn += 1
+    if not drawn:
+        print(f"{args.folder}: no head-*.json and no logprobs-*.json", file=sys.stderr)
+    return 0 if drawn else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
