@@ -279,6 +279,20 @@ def strides(dtype: torch.dtype) -> None:
         check_gradients(strided)
 
 
+@case(each_dtype=True)
+def the_same_shapes_at_other_addresses(dtype: torch.dtype) -> None:
+    p = problem(40, 48, 96, dtype, bias=True, class_weight=True, class_sum=True)
+    check_gradients(p)
+    moved = {}
+    for field in dataclasses.fields(p):
+        value = getattr(p, field.name)
+        if isinstance(value, Tensor) and field.name != "w":
+            moved[field.name] = torch.cat((value.flatten()[:1], value.flatten()))[1:].view(value.shape)
+            assert moved[field.name].data_ptr() % 16
+    check_stats(dataclasses.replace(p, **moved))
+    check_gradients(dataclasses.replace(p, **moved))
+
+
 @case(routes=("general",))
 def several_windows_along_either_axis() -> None:
     sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW)

@@ -76,7 +76,9 @@ def record(monkeypatch: pytest.MonkeyPatch, generation: str, dtype: torch.dtype,
     for module, name in ((stats, "stats_kernel"), (stats, "merge_kernel"), (dlogits, "dlogits_kernel")):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     monkeypatch.setattr(
-        described, "launch", lambda kernel, grid, *args, **options: Recorder(kernel, launches)[grid](*args, **options)
+        described,
+        "launch",
+        lambda signature, kernel, grid, *args, **options: Recorder(kernel, launches)[grid](*args, **options),
     )
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -79,7 +79,7 @@ def linear_stats_backward(
     if head.is_described():
         with _current(input.device):
             return _hopper().linear_stats_backward(
-                head.call(), lse.contiguous(), residual.contiguous(), up, needs, dtypes
+                head.call(), _contiguous(lse), _contiguous(residual), up, needs, dtypes
             )
     return head.gradients(lse, residual, up, needs, dtypes)
 
@@ -126,7 +126,7 @@ class _Upstream(Upstream):
     """The same, with what only the kernels ask of it."""
 
     def contiguous(self) -> _Upstream:
-        return _Upstream(*(None if g is None else g.contiguous() for g in self))  # type: ignore[arg-type]
+        return _Upstream(*map(_contiguous, self))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +150,8 @@ class _Head:
         class_weight: Tensor | None,
         scale: float,
     ) -> _Head:
-        bias = None if bias is None else bias.contiguous()
-        class_weight = None if class_weight is None else class_weight.contiguous()
-        return cls(input, weight, bias, index.contiguous(), class_weight, float(scale))
+        index = _contiguous(index)  # type: ignore[assignment]
+        return cls(input, weight, _contiguous(bias), index, _contiguous(class_weight), float(scale))
 
     def is_described(self) -> bool:
         """Whether ``hopper`` takes these operands."""
@@ -317,6 +316,13 @@ def _has_kernels(input: Tensor, weight: Tensor) -> bool:
     if input.dtype not in (torch.float16, torch.bfloat16, torch.float32) or weight.dtype != input.dtype:
         return False
     return _has_triton() and (not input.is_cuda or torch.cuda.get_device_capability(input.device) >= (8, 0))
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Without gaps, and on 16 bytes, as a new tensor is."""
+    if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _hopper() -> Any:

@@ -1,12 +1,13 @@
 """The launches of these kernels for the operands of one call.
 
-``input [N, D]`` may have any strides. ``weight [V, D]`` is one that ``takes`` accepts. The rest is contiguous: ``bias
-[V]`` or None, ``index [N, K]`` int64, ``class_weight [V]`` float32 or None.
+``input [N, D]`` may have any strides. ``weight [V, D]`` is one that ``takes`` accepts. The rest is contiguous and on 16
+bytes: ``bias [V]`` or None, ``index [N, K]`` int64, ``class_weight [V]`` float32 or None.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -81,6 +82,17 @@ class Call:
     index: Tensor
     class_weight: Tensor | None
     scale: float
+
+    @functools.cached_property
+    def signature(self) -> tuple[object, ...]:
+        """What the choice of compiled kernels depends on, but for windows, gradients, and arguments that are None."""
+        return (
+            self.input.device,
+            *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in (self.input, self.weight)),
+            None if self.bias is None else self.bias.dtype,
+            self.scale != 1.0,
+            tiles.dot_precision(self.input.dtype),
+        )
 
     # --- sizes ------------------------------------------------------------------------------------------------
 
@@ -183,6 +195,7 @@ class Call:
         listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
         made = Upstream(None, None, None) if made is None else made  # type: ignore[arg-type]
         launch(
+            self.signature,
             list_kernel,
             (1,),
             given.lse, given.picked, given.class_sum, self.index, made.lse, made.picked, *listed,
@@ -193,7 +206,16 @@ class Call:
     def listed_by_flags(self, flags: Tensor) -> Listed:
         """The rows whose flag (``[N]`` int8) is set."""
         listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
-        launch(list_flagged_kernel, (1,), flags, *listed, self.rows, BLOCK=_list_block(self.rows), num_warps=8)
+        launch(
+            self.signature,
+            list_flagged_kernel,
+            (1,),
+            flags,
+            *listed,
+            self.rows,
+            BLOCK=_list_block(self.rows),
+            num_warps=8,
+        )
         return listed
 
     def every_row(self) -> Listed:
@@ -215,6 +237,7 @@ class Call:
             c = self.bias.float() if self.class_weight is None else self.bias.float() * self.class_weight
             bias_sum = c.sum()
         launch(
+            self.signature,
             gather_kernel,
             (rows.most,),
             self.input,
@@ -248,6 +271,7 @@ class Call:
         tile = tiles.described("stats", self.input)
         size = min(tile.rows, 64)
         launch(
+            self.signature,
             pick_kernel,
             (triton.cdiv(self.rows, size), indexed),
             self.input,
@@ -325,6 +349,7 @@ class Call:
         options = self.launch_options(tile)
         del options["GROUP"]
         launch(
+            self.signature,
             stats_kernel,
             (programs,),
             _describe(gathered, tile.rows, tile.hidden),
@@ -348,6 +373,7 @@ class Call:
             **options,
         )
         launch(
+            self.signature,
             merge_kernel,
             (triton.cdiv(most, 16),),
             parts[0],
@@ -377,6 +403,7 @@ class Call:
         loss = self.empty()
         class_sum = None if c.class_sum is None else stats.class_sum
         launch(
+            self.signature,
             loss_kernel,
             (1,),
             stats.lse, stats.log_prob, class_sum, self.index, c.lse, c.picked, c.class_sum, loss, self.rows,
@@ -409,6 +436,7 @@ class Call:
         columns = -(-self.vocab // tile.vocab)
         programs = min(self.programs * tile.slots, rows.most // tile.rows * columns)
         launch(
+            self.signature,
             exponentials_kernel,
             (programs,),
             _describe(gathered, tile.rows, tile.hidden),
@@ -431,6 +459,7 @@ class Call:
             **self.launch_options(tile),
         )
         launch(
+            self.signature,
             finish_kernel,
             (triton.cdiv(rows.most, 16),),
             scratch,
@@ -469,6 +498,7 @@ class Call:
         self.stats_of(again, 0, bad.gathered, out, False)
         tile = tiles.described("dlogits", self.input)
         launch(
+            self.signature,
             scattered_dlogits_kernel,
             (self.programs,),
             _describe(bad.gathered, tile.rows, tile.hidden),
@@ -512,6 +542,7 @@ class Call:
         class_weight = None if self.class_weight is None else self.class_weight[window]
         programs = min(self.programs * tile.slots, rows.most // tile.rows * -(-weight.shape[0] // tile.vocab))
         launch(
+            (self.signature, weight.shape[0]),
             dlogits_kernel,
             (programs,),
             _describe(gathered, tile.rows, tile.hidden),
@@ -539,6 +570,7 @@ class Call:
         )
         if self.index.shape[1] > 0:
             launch(
+                (self.signature, weight.shape[0]),
                 correct_kernel,
                 (triton.cdiv(rows.most, 128),),
                 dz,
@@ -590,6 +622,7 @@ class Call:
         tile = tiles.described("d_input", self.input)
         weight = self.weight[window]
         programs = self.programs * tile.slots
+        signature = self.signature, weight.shape[0], total.out.dtype
         if self.transposed:
             w = _describe(weight.t(), tile.vocab, tile.hidden)
         else:
@@ -618,6 +651,7 @@ class Call:
         )
         options = self.launch_options(tile)
         launch(
+            signature,
             products.d_input_kernel,
             (programs,),
             _describe(dz, tile.rows, tile.hidden),
@@ -629,7 +663,7 @@ class Call:
         )
         sizes = {name: options[name] for name in ("BM", "BN", "BK", "GROUP", "ROWS")}
         strips = (programs, tile.rows // 8)
-        launch(products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
+        launch(signature, products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
 
     def add_weight(
         self,
@@ -651,6 +685,7 @@ class Call:
         classes = out.shape[0]
         programs = min(self.programs * tile.slots, -(-classes // tile.rows) * -(-self.hidden // tile.vocab))
         launch(
+            (self.signature, classes, out.dtype),
             products.d_weight_kernel,
             (programs,),
             _describe(dz, tile.hidden, tile.rows),
@@ -676,6 +711,7 @@ class Call:
         """Add the column sums of ``factor[:, None] * dz`` to the classes ``window`` of d_bias, float32."""
         out = out[window]
         launch(
+            (self.signature, out.shape[0]),
             products.d_bias_kernel,
             (triton.cdiv(out.shape[0], 256),),
             dz,
@@ -697,10 +733,12 @@ class Call:
         entries = own.numel()
         if entries == 0:
             return
+        block = min(1024, triton.next_power_of_2(self.hidden))
         labels, entry = torch.where(own != 0, self.index, self.vocab).view(-1).sort(stable=True)
         launch(
+            (self.signature, None if d_weight is None else d_weight.dtype),
             products.own_classes_kernel,
-            (entries, 1 if d_weight is None else triton.cdiv(self.hidden, 512)),
+            (entries, 1 if d_weight is None else triton.cdiv(self.hidden, block)),
             labels,
             entry,
             own,
@@ -712,8 +750,8 @@ class Call:
             self.hidden,
             self.index.shape[1],
             *self.input.stride(),
-            BLOCK_ENTRIES=8,
-            BLOCK=512,
+            BLOCK_ENTRIES=4,
+            BLOCK=block,
         )
 
     def weighted_sum(self, matrix: Tensor, weights: Tensor | None) -> Tensor:
@@ -722,6 +760,7 @@ class Call:
         strips = max(1, min(64, rows // 64))
         parts = self.empty(strips, hidden)
         launch(
+            (self.signature, matrix.shape, matrix.stride()),
             products.weighted_sum_kernel,
             (triton.cdiv(hidden, 128), strips),
             matrix,
