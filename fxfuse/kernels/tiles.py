@@ -106,8 +106,7 @@ def described(kernel: str, input: Tensor) -> Tile:
     if kernel == "d_input":
         # The last tile of the hidden units should not be half empty.
         return DESCRIBED[kernel][0] if -(-hidden // 256) * 256 <= 1.1 * hidden else NARROW_INPUT
-    # d_weight's product runs over the rows; with few hidden units its chunks are short, too.
-    if (min(rows, hidden) if kernel == "d_weight" else hidden) <= SHORT and rows > 64:
+    if hidden <= SHORT and rows > 64:
         return SHARED
     choices = DESCRIBED[kernel]
     return next((choice for choice in choices if choice.rows >= rows), choices[-1])

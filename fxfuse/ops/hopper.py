@@ -87,8 +87,11 @@ class _Gradients:
         e = call.exponentials_buffer(rows.most, call.vocab)
         # The sums of the tiles are read before the parts of d_input are written.
         scratch = call.empty(max(call.parts_size(), call.sums_size(rows.most)))
-        offset, factor, bad = call.empty(rows.most), call.empty(rows.most), call.no_bad(rows)
-        own = torch.zeros_like(up.picked)
+        offset, factor, own = call.empty(rows.most), call.empty(rows.most), torch.zeros_like(up.picked)
+        classes = call.own_classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
+        # Bad rows have been dealt with before the classes' rows are written: they share memory.
+        shared = call.empty(rows.most, call.hidden) if classes is None else classes.rows
+        bad = call.no_bad(rows, shared.view(-1).view(e.dtype)[: gathered.numel()].view_as(gathered))
         row_sum = rank_one = weight_row = None
         if up.class_sum is not None:
             # The sum over the classes is linear, so what it gives to the gradients is a matrix of rank one.
@@ -102,14 +105,14 @@ class _Gradients:
             call.exponentials_of(rows, chunk, gathered, offset, e, scratch, up, stats, factor, own, bad)
             if self.need_bias:
                 call.add_bias(rows, chunk, everything, e, self.d_bias, factor)
+            if classes is not None:
+                call.own_of(rows, chunk, own, classes, self.d_bias if self.need_bias else None)
             if self.need_input:
                 call.add_input(
                     rows, chunk, everything, e, d_input, scratch, True, True, factor, rank_one=rank_one, own=own
                 )
             if self.need_weight:
-                call.add_weight(rows, chunk, everything, e, gathered, d_weight, class_row=weight_row)
-        if self.need_weight or self.need_bias:
-            call.add_own(own, self.d_weight if self.need_weight else None, self.d_bias if self.need_bias else None)
+                call.add_weight(rows, chunk, everything, e, gathered, d_weight, class_row=weight_row, own=classes)
         if self.need_bias and up.class_sum is not None:
             c = 1.0 if call.class_weight is None else call.class_weight
             self.d_bias += up.class_sum.sum() * call.scale * c
@@ -171,11 +174,12 @@ def linear_loss(
     stats = call.no_stats(want_class_sum, together=True)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
     undo = None
-    if any(needs) and call.input.dtype != torch.float16:
+    # float16 has too narrow a range for exponentials; more classes a row than one would need as many rows of sums.
+    if any(needs) and call.input.dtype != torch.float16 and call.index.shape[1] <= 1:
         grads.exponentials(listed, stats, up)
     else:
         call.stats(listed, stats, want_class_sum)
-        if any(needs):  # float16 has too narrow a range for exponentials of any offset
+        if any(needs):
             factors = _factors(call, up)
             grads.recompute(listed, stats, up, factors)
             undo = factors[1]

@@ -65,6 +65,15 @@ class Bad(NamedTuple):
     gathered: Tensor  # [most, D]
 
 
+class Own(NamedTuple):
+    """What indexed logits' own gradients give to the weight, class by class."""
+
+    keys: Tensor  # [N] int64: chunk and class of the listed rows, sorted
+    position: Tensor  # [N] int64: where in the list each is
+    rows: Tensor  # [most, D] float32
+    slots: Tensor  # [V] int32: chunk * most + row
+
+
 class Sum(NamedTuple):
     """A gradient while it is added up; ``low`` holds further bits of its sums, see ``products``."""
 
@@ -151,12 +160,12 @@ class Call:
         parts = torch.zeros(sum(sizes), dtype=torch.float32, device=self.input.device).split(sizes)
         return Stats(*(p[: math.prod(shape)].view(shape) for p, shape in zip(parts, shapes, strict=True)))
 
-    def no_bad(self, rows: Rows) -> Bad:
+    def no_bad(self, rows: Rows, gathered: Tensor) -> Bad:
         return Bad(
             self.empty(rows.most, dtype=torch.int32),
             torch.zeros((rows.chunks, 4), dtype=torch.int32, device=self.input.device),
             self.empty(rows.most, dtype=torch.int32),
-            self.empty(rows.most, self.hidden, dtype=self.input.dtype),
+            gathered,
         )
 
     def exponentials_buffer(self, rows: int, classes: int) -> Tensor:
@@ -675,10 +684,11 @@ class Call:
         total: Sum,
         undo: Tensor | None = None,
         class_row: Tensor | None = None,
+        own: Own | None = None,
     ) -> None:
         """Add ``dz.T @ x`` to the rows ``window`` of d_weight; the first chunk's sum begins there.
 
-        ``class_row [D]`` times the class weights is added once.
+        ``class_row [D]`` times the class weights is added once, and what ``own`` has for this chunk.
         """
         tile = tiles.described("d_weight", self.input)
         out = total.out[window]
@@ -695,6 +705,8 @@ class Call:
             undo,
             None if self.class_weight is None else self.class_weight[window],
             class_row,
+            None if own is None else own.rows,
+            None if own is None else own.slots,
             rows.length,
             chunk,
             rows.most,
@@ -728,30 +740,41 @@ class Call:
             num_warps=8,
         )
 
-    def add_own(self, own: Tensor, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-        """Add what gradients ``own [N, K]`` of the indexed logits give to d_weight and d_bias."""
-        entries = own.numel()
-        if entries == 0:
-            return
-        block = min(1024, triton.next_power_of_2(self.hidden))
-        labels, entry = torch.where(own != 0, self.index, self.vocab).view(-1).sort(stable=True)
+    def own_classes(self, rows: Rows) -> Own:
+        """What ``own_of`` fills in; with the listed rows sorted by chunk and class."""
+        keys = self.empty(self.rows, dtype=torch.int64)
         launch(
-            (self.signature, None if d_weight is None else d_weight.dtype),
+            self.signature, products.keys_kernel, (triton.cdiv(self.rows, 256),), self.index, rows.order, rows.length,
+            keys, self.rows, rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
+        )  # fmt: skip
+        keys, position = keys.sort(stable=True)
+        slots = torch.full((self.vocab,), -1, dtype=torch.int32, device=self.input.device)
+        return Own(keys, position, self.empty(rows.most, self.hidden), slots)
+
+    def own_of(self, rows: Rows, chunk: int, own: Tensor, into: Own, d_bias: Tensor | None) -> None:
+        """What gradients ``own [N, 1]`` of indexed logits give to the weight; to d_bias they are added."""
+        block = min(1024, triton.next_power_of_2(self.hidden))
+        launch(
+            self.signature,
             products.own_classes_kernel,
-            (entries, 1 if d_weight is None else triton.cdiv(self.hidden, block)),
-            labels,
-            entry,
+            (rows.most, triton.cdiv(self.hidden, block)),
+            into.keys,
+            into.position,
+            rows.order,
+            rows.length,
             own,
             self.input,
-            d_weight,
+            into.rows,
+            into.slots,
             d_bias,
-            entries,
+            chunk,
+            rows.most,
             self.vocab,
             self.hidden,
-            self.index.shape[1],
             *self.input.stride(),
             BLOCK_ENTRIES=4,
             BLOCK=block,
+            ROWS=self.row_block,
         )
 
     def weighted_sum(self, matrix: Tensor, weights: Tensor | None) -> Tensor:

@@ -192,6 +192,8 @@ def d_weight_kernel(
     normalise,  # [1] float32 or None
     class_weight,  # [W] float32, or None for ones
     class_row,  # [D] float32 or None: added to the first sum, times the class's weight
+    rows_of_classes,  # [most, D] float32: added to the classes that have a slot in this chunk; or None
+    slots,  # [W] int32: chunk * most + row of rows_of_classes
     length,  # [1] int32
     chunk,
     most,
@@ -222,13 +224,24 @@ def d_weight_kernel(
         left, right = left_and_right(acc, BM, BN)
         row = tile_row + tl.arange(0, BM)
         col = tile_col + tl.arange(0, HALF)
-        _finish_classes(left, out, low, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first, last)
-        col += HALF
-        _finish_classes(right, out, low, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first, last)
+        slot = None
+        if rows_of_classes is not None:
+            slot = tl.load(slots + row, mask=row < vocab, other=-1) - chunk * most
+        _finish_classes(
+            left, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col, vocab, hidden,
+            first, last,
+        )  # fmt: skip
+        _finish_classes(
+            right, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col + HALF, vocab,
+            hidden, first, last,
+        )  # fmt: skip
 
 
 @triton.jit
-def _finish_classes(value, out, low, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first, last):
+def _finish_classes(
+    value, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col, vocab, hidden, first,
+    last,
+):  # fmt: skip
     value = tl.where(rows > 0, value, 0.0)
     if normalise is not None:
         value = value * tl.load(normalise)
@@ -237,6 +250,10 @@ def _finish_classes(value, out, low, normalise, class_weight, class_row, rows, r
         if class_weight is not None:
             added = added * tl.load(class_weight + row, mask=row < vocab, other=0.0)[:, None]
         value += added
+    if rows_of_classes is not None:
+        # A class that this chunk does not have has a slot of an earlier one, or none.
+        mask = (slot >= 0)[:, None] & (col < hidden)[None, :]
+        value += tl.load(rows_of_classes + slot[:, None] * hidden + col[None, :], mask=mask, other=0.0)
     at = row.to(tl.int64)[:, None] * hidden + col[None, :]
     _accumulate(out, low, at, (row < vocab)[:, None] & (col < hidden)[None, :], value, first, last)
 
@@ -296,49 +313,81 @@ def weighted_sum_kernel(
     tl.store(parts + tl.program_id(1) * hidden + col, tl.sum(acc, 0), mask=col < hidden)
 
 
-@triton.jit(do_not_specialize=["entries", "indexed"])
+@triton.jit(do_not_specialize=["rows", "most"])
+def keys_kernel(
+    index,  # [N] int64
+    order,  # [N] int32
+    length,  # [1] int32
+    keys,  # [N] int64, out
+    rows,
+    most,
+    vocab,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """By which the listed rows are sorted: first their chunk, then their class; those without one end a chunk."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(length)
+    _, step = chunk_bounds(total, 0, most, ROWS)
+    row = tl.load(order + at, mask=at < total, other=0)
+    label = tl.load(index + row, mask=at < total, other=-1)
+    label = tl.where((label >= 0) & (label < vocab), label, vocab)
+    key = (at // tl.maximum(step, 1)).to(tl.int64) * (vocab + 1) + label
+    tl.store(keys + at, tl.where(at < total, key, 0x7FFFFFFFFFFFFFFF), mask=at < rows)
+
+
+@triton.jit(do_not_specialize=["chunk", "most"])
 def own_classes_kernel(
-    labels,  # [N * K] int64, ascending; V and more where there is nothing to add
-    entry,  # [N * K] int64: which of ``own`` each is
-    own,  # [N * K] float32
+    keys,  # [N] int64, of ``keys_kernel``, ascending
+    position,  # [N] int64: where in the list each row is
+    order,  # [N] int32
+    length,  # [1] int32
+    own,  # [N] float32
     x,  # [N, D]
-    d_weight,  # [V, D], added to; or None
+    rows_of_classes,  # [most, D] float32, out: what each class is given
+    slots,  # [V] int32, out: chunk * most + the row of ``rows_of_classes`` that is a class's
     d_bias,  # [V] float32, added to; or None
-    entries,
+    chunk,
+    most,
     vocab,
     hidden,
-    indexed,
     x_row,
     x_col,
     BLOCK_ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Add what the indexed logits' own gradients give to d_weight and d_bias: class by class, in order."""
-    first = tl.program_id(0)
-    label = tl.load(labels + first)
-    before = tl.load(labels + first - 1, mask=first > 0, other=-1)
-    if (label >= vocab) | (label == before):
+    """Sums of ``own`` times hidden states over the rows of a chunk with the same class, in the list's order."""
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    slot = tl.program_id(0)
+    if slot >= rows:
+        return
+    key = tl.load(keys + start + slot)
+    label = key - chunk.to(tl.int64) * (vocab + 1)
+    before = tl.load(keys + start + slot - 1, mask=slot > 0, other=-1)
+    if (label >= vocab) | (key == before):
         return
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK_ENTRIES, BLOCK), tl.float32)
     total_bias = tl.zeros((BLOCK_ENTRIES,), tl.float32)
+    first = slot
     found = BLOCK_ENTRIES
     while found == BLOCK_ENTRIES:
         at = first + tl.arange(0, BLOCK_ENTRIES)
-        same = tl.load(labels + at, mask=at < entries, other=-1) == label
-        which = tl.load(entry + at, mask=same, other=0)
-        g = tl.load(own + which, mask=same, other=0.0)
-        from_row = x + (which // indexed)[:, None] * x_row + col.to(tl.int64)[None, :] * x_col
-        inside = same[:, None] & (col < hidden)[None, :]
-        total += g[:, None] * tl.load(from_row, mask=inside, other=0.0).to(tl.float32)
+        same = tl.load(keys + start + at, mask=at < rows, other=-1) == key
+        listed = tl.load(position + start + at, mask=same, other=0)
+        source = tl.load(order + listed, mask=same, other=0).to(tl.int64)
+        g = tl.load(own + source, mask=same, other=0.0)
+        # A row that has nothing to give may hold a NaN.
+        inside = (same & (g != 0))[:, None] & (col < hidden)[None, :]
+        from_row = x + source[:, None] * x_row + col.to(tl.int64)[None, :] * x_col
+        total += tl.where(inside, g[:, None] * tl.load(from_row, mask=inside, other=0.0).to(tl.float32), 0.0)
         total_bias += g
         found = tl.sum(same.to(tl.int32), 0)
         first += BLOCK_ENTRIES
-    if d_weight is not None:
-        to = d_weight + label * hidden + col
-        value = tl.load(to, mask=col < hidden, other=0.0).to(tl.float32) + tl.sum(total, 0)
-        tl.store(to, value.to(d_weight.dtype.element_ty), mask=col < hidden)
+    tl.store(rows_of_classes + slot.to(tl.int64) * hidden + col, tl.sum(total, 0), mask=col < hidden)
+    # By one program of the class.
+    only = tl.program_id(1) == 0
+    tl.store(slots + label, chunk * most + slot, mask=only)
     if d_bias is not None:
-        # By one program of the class.
-        only = tl.program_id(1) == 0
         tl.store(d_bias + label, tl.load(d_bias + label, mask=only, other=0.0) + tl.sum(total_bias, 0), mask=only)
