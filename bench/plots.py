@@ -24,9 +24,12 @@ def head(data: dict[str, Any], to: Path) -> None:
     """Time over the bare products against extra memory: one panel a shape, one point an implementation."""
     results = [row for row in data["results"] if isinstance(row["÷3"], float) and row.get("extra") is not None]
     shapes = list(dict.fromkeys(row["shape"] for row in results if int(row["shape"].split("×")[0]) > 1))
-    figure, axes = plt.subplots(1, len(shapes), figsize=(3.1 * len(shapes), 3.4), squeeze=False)
+    lines, columns = -(-len(shapes) // 3), min(3, len(shapes))
+    figure, axes = plt.subplots(lines, columns, figsize=(3.3 * columns, 2.9 * lines + 0.8), squeeze=False)
     names = list(dict.fromkeys(row["implementation"] for row in results))
-    for axis, shape in zip(axes[0], shapes, strict=True):
+    for axis in axes.flat[len(shapes) :]:
+        axis.remove()
+    for axis, shape in zip(axes.flat, shapes, strict=False):
         for row in (r for r in results if r["shape"] == shape):
             name = row["implementation"]
             axis.scatter(
@@ -39,7 +42,8 @@ def head(data: dict[str, Any], to: Path) -> None:
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.tick_params(axis="y", which="both", labelsize=7)
         axis.title.set_fontsize(9)
-    axes[0][0].set_ylabel("time over three bare products")
+    for line in axes:
+        line[0].set_ylabel("time over three products")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=9)
     figure.suptitle(f"Loss and gradients of one head, {data['dtype']}, {data['device']}: down and left is better")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -16,13 +17,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES, BENCH = (Path(__file__).parents[1] / folder for folder in ("examples", "bench"))
 LENGTH = 128
 # 64 x 128 tokens x 4096 classes x 4 bytes: 128 MiB, four of the chunks that take their place, so that memory tells.
 SMALL = f"--device cpu --batch 64 --length {LENGTH} --vocab 4096 --text 1 --hidden 64 --layers 1".split()
 
 
-def run(script: str, *args: object) -> str:
+def run(script: str | Path, *args: object) -> str:
     command = [sys.executable, str(EXAMPLES / script), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -148,3 +149,29 @@ def test_score_text_refuses_a_model_that_is_not_there(
         score_text.main()
     assert exit.value.code == 2
     assert "cannot load a model from" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_benchmarks_measure_and_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    common = ["--device", "cpu", "--dtype", "float32", "--repeats", "1"]
+    table = run(
+        BENCH / "head.py", *common, "--shape", "64x32x500", "--only", "eager", "--only", "fxfuse", "--errors",
+        "--ignored", 0.5, "--json", tmp_path / "head-cpu.json",
+    )  # fmt: skip
+    assert "64×32×500" in table and "fxfuse" in table
+    rows = {row["implementation"]: row for row in json.loads((tmp_path / "head-cpu.json").read_text())["results"]}
+    for gradient in ("dX error", "dW error"):
+        assert 0 < rows["fxfuse"][gradient] < 2 * rows["eager"][gradient] < 1e-5
+    assert rows["fxfuse"]["÷3"] > 0 and rows["fxfuse"]["of dense"] > 0
+    sizes = ["--hidden", "32", "--rows", "4", "8", "--vocab", "100", "200"]
+    run(BENCH / "logprobs.py", *common, *sizes, "--json", tmp_path / "logprobs-cpu.json")
+    results = json.loads((tmp_path / "logprobs-cpu.json").read_text())["results"]
+    assert len(results) == 4 and all(row["largest difference"] < 1e-5 for row in results)
+
+    committed = BENCH / "results" / "head-h200.json"
+    (tmp_path / committed.name).write_text(committed.read_text())
+    (tmp_path / "head-cpu.json").unlink()  # no memory was measured there
+    (tmp_path / "logprobs-cpu.json").unlink()
+    assert run(BENCH / "plots.py", tmp_path).split() == [str(tmp_path / "head-h200.png")]
+    assert (tmp_path / "head-h200.png").read_bytes()[:4] == b"\x89PNG"

@@ -103,7 +103,7 @@ def test_long_cells_break_where_people_would() -> None:
 
 
 def test_files_are_named_from_where_python_imports_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", ["/home/someone/project/models", "/home/someone"])
+    monkeypatch.setattr(sys, "path", ["/home/someone/project/models", "/home/someone", *sys.path])
     assert "modeling_llama.py:1234" in cells(table(report(replace(FUSED, where=KEPT.where))))
 
 
