@@ -1,4 +1,7 @@
-"""The ops on a GPU: Triton makes the statistics and the gradient of the logits, cuBLAS its products.
+"""The ops on a GPU: which way they take, and the general one.
+
+What ``hopper`` takes goes there. Otherwise Triton makes the statistics and the gradient of the logits, cuBLAS its
+products.
 
 Statistics take one sweep over the vocabulary and store no logits. Gradients go window by window: the gradient of
 the logits of a window of rows and classes is made in a buffer, multiplied with the weight and with the hidden states,

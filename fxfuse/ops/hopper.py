@@ -124,7 +124,8 @@ def _rows_of_exponentials(call: Call) -> int:
     At least a seventh of all, or so many that adding the chunk to d_weight costs little beside its product, which is
     a matter of rows over hidden units; within the bytes. Up to a quarter more if that saves a round.
     """
-    each = call.vocab * call.input.element_size()
+    # Of the exponentials, of the rows gathered, and of the float32 rows that classes are given.
+    each = (call.vocab + call.hidden) * call.input.element_size() + 4 * call.hidden
     bound = max(call.row_block, MOST_EXPONENTIALS_BYTES // each // call.row_block * call.row_block)
     wanted = max(7 * call.hidden // 5, -(-call.rows // 7), 1024)
     stretched = call.whole_blocks(-(-call.rows // max(1, -(-call.rows // wanted) - 1)))
