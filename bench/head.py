@@ -233,6 +233,13 @@ class Case:
         return row
 
 
+def command() -> str:
+    """The arguments of this run, but for where it writes."""
+    given = sys.argv[1:]
+    at = given.index("--json") if "--json" in given else len(given)
+    return " ".join(given[:at] + given[at + 2 :])
+
+
 def measurements(shapes: list[tuple[int, int, int]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     chosen = {n: f for n, f in implementations().items() if not args.only or n in args.only}
     for shape in shapes:
@@ -275,7 +282,7 @@ def main() -> int:
     if args.json:
         about = {"device": name, "torch": torch.__version__, "dtype": args.dtype, "ignored": args.ignored}
         with open(args.json, "w") as file:
-            json.dump({**about, "command": " ".join(sys.argv[1:]), "results": results}, file, indent=1)
+            json.dump({**about, "command": command(), "results": results}, file, indent=1)
     return 0
 
 

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 import torch
-from head import Clock, peak_mib
+from head import Clock, command, peak_mib
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -74,7 +74,7 @@ def main() -> int:
     if args.json:
         about = {"device": name, "torch": torch.__version__, "dtype": args.dtype}
         with open(args.json, "w") as file:
-            json.dump({**about, "command": " ".join(sys.argv[1:]), "results": results}, file, indent=1)
+            json.dump({**about, "command": command(), "results": results}, file, indent=1)
     return 0
 
 
