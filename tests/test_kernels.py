@@ -444,8 +444,8 @@ def all_rows_idle(dtype: torch.dtype) -> None:
     p.x[3] = float("nan")
     assert all(not t.any() for t in cuda.linear_stats(*p.operands, True, True))
     for result in (
-        cuda.linear_loss(*p.operands, *p.upstream, True, False, True),
-        cuda.linear_stats_backward(*p.operands, p.g_lse, p.g_lse, *p.upstream, True, False, True),
+        cuda.linear_loss(*p.operands, *p.upstream, True, True, True),
+        cuda.linear_stats_backward(*p.operands, p.g_lse, p.g_lse, *p.upstream, True, True, True),
     ):
         assert all(not t.any() for t in result)
 

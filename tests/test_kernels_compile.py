@@ -69,7 +69,7 @@ def record(monkeypatch: pytest.MonkeyPatch, generation: str, dtype: torch.dtype,
     A ``plain`` cross entropy, ``all_options``, those with ``few_hidden`` units or with an ``odd_hidden`` size.
     """
     everything = kind != "plain"
-    vocab, indexed = (50257, 3) if everything else (128256, 1)
+    vocab, indexed = 50257 if everything else 128256, 1
     hidden = {"odd_hidden": 4095, "few_hidden": 896}.get(kind, 4096)
     launches: list[Launch] = []
     monkeypatch.setattr(tiles, "machine", lambda device: tiles.Machine(generation, 132))
@@ -190,7 +190,11 @@ def test_compiles(
 ) -> None:
     generation, shared_memory = TARGETS[capability]
     launches = record(monkeypatch, generation, dtype, rows, kind)
-    assert {"stats_kernel", "merge_kernel", "dlogits_kernel"} <= {launch.kernel.__name__ for launch in launches}
+    names = {launch.kernel.__name__ for launch in launches}
+    assert {"stats_kernel", "merge_kernel", "dlogits_kernel"} <= names
+    described_way = generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
+    assert ("d_weight_kernel" in names) == described_way
+    assert ("exponentials_kernel" in names) == (described_way and dtype == BF16)
     for launch in launches:
         compiled = compile_ahead(launch, capability)
         assert compiled.asm["cubin"][:4] == b"\x7fELF"

@@ -138,6 +138,26 @@ def tiles_per_split(row_blocks: int, vocab_tiles: int, processors: int) -> int:
     return -(-vocab_tiles // best)
 
 
+@functools.lru_cache(maxsize=1024)
+def window(vocab: int, most: int, columns: int, block: int, programs: int) -> int:
+    """Classes in a window of the vocabulary: at most ``most`` or 256, and fewer if that keeps the programs busier.
+
+    A window makes ``columns`` tiles for each ``block`` of its classes, in waves of ``programs``.
+    """
+
+    def classes(count: int) -> int:
+        return -(-vocab // (count * 256)) * 256
+
+    def waves(count: int) -> int:
+        whole, rest = divmod(vocab, classes(count))
+        return sum(
+            n * -(-(-(-size // block) * columns) // programs) for n, size in ((whole, classes(count)), (1, rest))
+        )
+
+    least = max(1, -(-vocab // max(most, 256)))
+    return classes(min(range(least, 2 * least + 1), key=lambda count: (waves(count), count)))
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """``tf32`` for float32 operands where PyTorch's own products may use it, else ``ieee``."""
     if dtype != torch.float32:

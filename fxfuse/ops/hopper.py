@@ -92,16 +92,19 @@ class _Gradients:
         # Bad rows have been dealt with before the classes' rows are written: they share memory.
         shared = call.empty(rows.most, call.hidden) if classes is None else classes.rows
         bad = call.no_bad(rows, shared.view(-1).view(e.dtype)[: gathered.numel()].view_as(gathered))
-        row_sum = rank_one = weight_row = None
+        row_sum = bias_sum = rank_one = weight_row = None
         if up.class_sum is not None:
             # The sum over the classes is linear, so what it gives to the gradients is a matrix of rank one.
             row_sum = call.weighted_sum(call.weight, call.class_weight)
             rank_one = up.class_sum, row_sum * call.scale
-            weight_row = call.weighted_sum(call.input, up.class_sum) * call.scale
+            if call.bias is not None:
+                bias_sum = (call.bias.float() * (1.0 if call.class_weight is None else call.class_weight)).sum()
+            if self.need_weight:
+                weight_row = call.weighted_sum(call.input, up.class_sum) * call.scale
         call.pick(listed, stats.picked)
         everything = slice(0, call.vocab)
         for chunk in range(rows.chunks):
-            call.gather(rows, chunk, gathered, stats.picked, offset, row_sum, stats.class_sum)
+            call.gather(rows, chunk, gathered, stats.picked, offset, row_sum, bias_sum, stats.class_sum)
             call.exponentials_of(rows, chunk, gathered, offset, e, scratch, up, stats, factor, own, bad)
             if self.need_bias:
                 call.add_bias(rows, chunk, everything, e, self.d_bias, factor)
@@ -158,8 +161,8 @@ def linear_stats_backward(
     needs: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    stats = call.no_stats(False, together=True)
-    stats.lse, stats.residual = lse, residual
+    nothing = call.empty(0)
+    stats = Stats(lse, residual, torch.zeros_like(up.picked), nothing, nothing)
     factors = _factors(call, up)
     grads = _Gradients(call, needs, dtypes)
     grads.recompute(call.listed(up), stats, up, factors)

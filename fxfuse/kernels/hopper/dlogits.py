@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schedule import LOG2E, affine, chunk_bounds, grouped, left_and_right, product_tile
+from ..logits import grouped
+from .schedule import LOG2E, affine, chunk_bounds, left_and_right, product_tile
 
 
 @triton.jit

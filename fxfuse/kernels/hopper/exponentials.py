@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schedule import LOG2E, affine, chunk_bounds, exponent, grouped, left_and_right, log_of_sum, product_tile
+from ..logits import grouped
+from .schedule import LOG2E, affine, chunk_bounds, exponent, left_and_right, log_of_sum, product_tile
 
 # exp2 of more than this is not stored: E must be finite, also where the row's sum tells that it is of no use.
 CEILING = tl.constexpr(100.0)

@@ -98,7 +98,7 @@ class Call:
         return (
             self.input.device,
             *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in (self.input, self.weight)),
-            None if self.bias is None else self.bias.dtype,
+            *(None if t is None else t.dtype for t in (self.bias, self.class_weight)),
             self.scale != 1.0,
             tiles.dot_precision(self.input.dtype),
         )
@@ -132,24 +132,11 @@ class Call:
         return max(1, -(-rows // self.row_block)) * self.row_block
 
     def windows(self, most: int) -> list[slice]:
-        """The vocabulary in windows of at most ``most`` classes, or a few more: such as keep all programs busy."""
+        """The vocabulary in windows of at most ``most`` classes, such as keep all programs busy."""
         tile = tiles.described("d_weight", self.input)
-        programs = self.programs * tile.slots
-        columns = -(-self.hidden // tile.vocab)
-
-        def waves(count: int) -> int:
-            each = self._window(count)
-            return sum(
-                -(-(-(-min(each, self.vocab - at) // tile.rows) * columns) // programs)
-                for at in range(0, self.vocab, each)
-            )
-
-        least = max(1, -(-self.vocab // max(most, 256)))
-        each = self._window(min(range(least, 2 * least + 1), key=lambda count: (waves(count), count)))
+        columns = triton.cdiv(self.hidden, tile.vocab)
+        each = tiles.window(self.vocab, most, columns, tile.rows, self.programs * tile.slots)
         return [slice(at, min(at + each, self.vocab)) for at in range(0, self.vocab, each)]
-
-    def _window(self, count: int) -> int:
-        return -(-self.vocab // (count * 256)) * 256
 
     def no_stats(self, want_class_sum: bool, together: bool = False) -> Stats:
         """Zeros, which is what rows that are not listed have; ``together`` in one allocation."""
@@ -239,12 +226,10 @@ class Call:
         picked: Tensor | None = None,
         offset: Tensor | None = None,
         row_sum: Tensor | None = None,
+        bias_sum: Tensor | None = None,
         class_sum: Tensor | None = None,
     ) -> None:
-        bias_sum = None
-        if row_sum is not None and self.bias is not None:
-            c = self.bias.float() if self.class_weight is None else self.bias.float() * self.class_weight
-            bias_sum = c.sum()
+        """Copy a chunk's rows of the input to ``gathered``; their offsets and class sums, where these are given."""
         launch(
             self.signature,
             gather_kernel,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schedule import chunk_bounds, grouped, last_chunk, left_and_right
+from ..logits import grouped
+from .schedule import chunk_bounds, last_chunk, left_and_right
 
 
 @triton.jit

@@ -27,16 +27,6 @@ def last_chunk(count, most):
 
 
 @triton.jit
-def grouped(tile, row_blocks, columns, GROUP: tl.constexpr):
-    """(row block, column) of a tile, ``GROUP`` row blocks at a time through all columns, to reuse L2."""
-    group = tile // (GROUP * columns)
-    first = group * GROUP
-    size = tl.minimum(row_blocks - first, GROUP)
-    within = tile % (GROUP * columns)
-    return first + within % size, within // size
-
-
-@triton.jit
 def product_tile(
     x,
     w,

@@ -10,19 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..stats import finite_or_zero, rescale
 from .schedule import LOG2E, affine, chunk_bounds, exponent, log_of_sum, product_tile
-
-
-@triton.jit
-def rescale(old, new):
-    """exp(old - new), and 1 where both are the same infinity, whose difference would be NaN."""
-    return tl.where(old == new, 1.0, tl.exp(old - new))
-
-
-@triton.jit
-def finite_or_zero(m):
-    """What exponents are taken relative to: m, but 0 for an infinite m."""
-    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
 @triton.jit
