@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .transform import Transform
+
 Handle = Any
 
 
@@ -81,12 +83,12 @@ class Head:
 
 @dataclass(frozen=True)
 class ClassTensor:
-    """A tensor with one entry a class: logits of some rows of a head, times a number.
+    """A tensor with one entry a class: logits of some rows of a head, times a number, transformed.
 
     Attributes:
         row_ops: what was done to the rows since the projection.
         shape: its shape in the program; ``shape[class_dim]`` is V.
-        scale: the logits are ``scale * (input @ weight.T + bias)``.
+        scale, transform: the logits are ``transform(scale * (input @ weight.T + bias))``.
         dtype: its dtype in the program.
         requires_grad: False where a ``detach`` or ``no_grad`` cut it off from its operands.
         trail: the functions it went through, for the report.
@@ -99,6 +101,7 @@ class ClassTensor:
     requires_grad: bool
     row_ops: tuple[RowOp, ...] = ()
     scale: float = 1.0
+    transform: Transform = ()
     trail: tuple[str, ...] = ()
 
     def hidden_states(self, emit: Emit) -> Handle:

@@ -303,10 +303,10 @@ class _Planner:
         """``known`` with one more reader, or None where they cannot share a computation."""
         first_node, first = known.readers[0]
         same_rows = first.source.row_key() == reader.source.row_key()
-        same_scale = first.source.scale == reader.source.scale
+        made_alike = (first.source.scale, first.source.transform) == (reader.source.scale, reader.source.transform)
         same_mode = self.timeline.region[first_node] == self.timeline.region[node]
         same_grad = first.source.requires_grad == reader.source.requires_grad
-        if not (same_rows and same_scale and same_mode and same_grad):
+        if not (same_rows and made_alike and same_mode and same_grad):
             return None
         weights = {r.class_weight for _, r in known.readers if r.want_class_sum}
         if reader.want_class_sum and weights and weights != {reader.class_weight}:

@@ -11,6 +11,7 @@ import torch
 from . import ops
 from .algebra import Emit, Handle, Head, Reader, Statistics, with_offset
 from .ops.contract import acc_dtype
+from .transform import encode
 
 IN_FORWARD = "gradients in forward"
 RECOMPUTED = "recompute in backward"
@@ -73,6 +74,11 @@ def _class_weight(emit: Emit, reader: Reader) -> Handle | None:
     return emit(torch.Tensor.to, reader.class_weight, acc_dtype(reader.source.head.dtype))
 
 
+def _options(reader: Reader) -> dict[str, str]:
+    transform = reader.source.transform
+    return {"transform": encode(transform)} if transform else {}
+
+
 def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[bool]) -> Handle:
     assert reader.index is not None and reader.coefficients is not None
     index = reader.index.make(emit)
@@ -80,8 +86,8 @@ def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[
     c_lse = c.lse
     if c_lse is None:
         c_lse = emit(torch.zeros_like, emit(torch.select, c.log_prob, 1, 0))
-    weight, scale = _class_weight(emit, reader), reader.source.scale
-    out = emit(ops.linear_loss, *operands, index, weight, scale, c_lse, c.log_prob, c.class_sum, *needs)
+    weight, scale, options = _class_weight(emit, reader), reader.source.scale, _options(reader)
+    out = emit(ops.linear_loss, *operands, index, weight, scale, c_lse, c.log_prob, c.class_sum, *needs, **options)
     return with_offset(emit, emit(operator.getitem, out, 0), c)
 
 
@@ -102,7 +108,8 @@ def _statistics(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, .
     summing = [reader for reader in readers if reader.want_class_sum]
     weight = _class_weight(emit, summing[0]) if summing else None
     skip = all(reader.skip_unindexed for reader in readers)
-    out = emit(ops.linear_stats, *operands, index, weight, readers[0].source.scale, bool(summing), skip)
+    scale, options = readers[0].source.scale, _options(readers[0])
+    out = emit(ops.linear_stats, *operands, index, weight, scale, bool(summing), skip, **options)
     lse, picked, log_prob, class_sum = (emit(operator.getitem, out, i) for i in range(4))
 
     def own(handle: Handle, reader: Reader) -> Handle:

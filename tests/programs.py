@@ -67,6 +67,10 @@ def _rows(lp: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return lp.gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
+def _two_readers(z: torch.Tensor, y: torch.Tensor) -> Any:
+    return ce(z, y), z.logsumexp(-1), z.gather(-1, y[..., None])
+
+
 def _detached_scores(s: World) -> Any:
     lp = F.log_softmax(s.z, dim=-1)
     return _rows(lp, s.y).detach() + 1
@@ -216,6 +220,13 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "multiply": lambda s: ce(0.5 * s.z * 3, s.y),
     "torch_div": lambda s: ce(torch.div(s.z, 2), s.y),
     "negate": lambda s: ce(-s.z, s.y),
+    "add": lambda s: ce(1 + s.z - 0.5, s.y) + torch.add(s.z, 2).logsumexp(-1).sum(),
+    "softcap": lambda s: ce(torch.tanh(s.zb / 1.5) * 1.5, s.masked),
+    "softcap_rows": lambda s: ce((s.z[:, 1:] / 2).tanh().float().to(s.x.dtype) * 2, s.y[:, 1:], reduction="none"),
+    "softcap_smooth": lambda s: ce(3 * torch.tanh(s.z / 3), s.masked, label_smoothing=0.2, weight=s.c),
+    "softcap_temperature": lambda s: _rows((3 * torch.tanh(s.zb / 3) / 0.7).log_softmax(-1), s.y),
+    "softcap_scores": lambda s: _two_readers(3 * torch.tanh(s.z / 3), s.y),
+    "sigmoid_cap": lambda s: ce(2.3 * torch.sigmoid((s.z + 0.5) / 0.75), s.y),
     "detach": lambda s: ce(s.z.detach(), s.y) + ce(s.z, s.y),
     "detached_scores": _detached_scores,
     # readers
@@ -438,13 +449,14 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "class_dim": ("class_dim", lambda s: s.z.log_softmax(1).gather(-1, s.y[..., None])),
     "class_dim_of_loss": ("class_dim", lambda s: F.cross_entropy(s.z[:, :VOCAB], s.y.new_zeros(BATCH, VOCAB))),
     "class_dim_of_logsumexp": ("class_dim", lambda s: s.z.logsumexp((1, 2))),
-    "unknown_reader": ("unknown_reader", lambda s: ce(torch.tanh(s.z), s.y)),
+    "unknown_reader": ("unknown_reader", lambda s: ce(torch.sin(s.z), s.y)),
     "vocabulary_split": ("unknown_reader", lambda s: F.cross_entropy(s.z.view(-1, 1), s.y.new_zeros(110))),
     "some_classes": ("unknown_reader", lambda s: F.cross_entropy(s.z[..., :7].reshape(-1, 7), s.y.view(-1) % 7)),
     "rows_by_tensor": ("unknown_reader", lambda s: ce(s.z[:, s.y[0] * 0], s.y)),
     "argmax_beside": ("unknown_reader", _argmax_beside),
     "scaled_by_tensor": ("unknown_reader", lambda s: ce(s.z * s.b[0], s.y)),
     "divided_number": ("unknown_reader", lambda s: ce(2 / s.z, s.y)),
+    "capped_log_probs": ("unknown_reader", lambda s: _rows(s.z.log_softmax(-1).tanh(), s.y)),
     "squared": ("unknown_reader", lambda s: ce(s.z * s.z, s.y)),
     "cross_entropy_of_log_probs": ("unknown_reader", lambda s: ce(s.z.log_softmax(-1), s.y)),
     "nll_of_logits": ("unknown_reader", lambda s: F.nll_loss(s.z.flatten(0, 1), s.y.flatten())),

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from fxfuse.kernels import tiles
 from fxfuse.ops import cuda, reference
+from fxfuse.transform import apply, decode
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -89,6 +90,7 @@ class Problem:
     g_lse: Tensor
     g_picked: Tensor
     g_class_sum: Tensor | None
+    transform: str = ""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, float]:
@@ -118,6 +120,7 @@ def problem(
     scale: float = 1.0,
     idle: float = 0.0,
     size: float = 1.0,
+    transform: str = "",
     seed: int = 0,
 ) -> Problem:
     """Random operands; a share ``idle`` of rows has no index and zero upstream gradients of size ``size``.
@@ -144,20 +147,23 @@ def problem(
         g_lse=normal(rows) * works * size,
         g_picked=normal(rows, indexed) * works[:, None] * size,
         g_class_sum=normal(rows) * works * size / vocab if class_sum else None,
+        transform=transform,
     )
     for field in dataclasses.fields(made):
         value = getattr(made, field.name)
         if isinstance(value, Tensor):
             setattr(made, field.name, value.to(DEVICE))
     if rows:
-        assert cuda._Head.of(*made.operands).is_described() == (route == "described" and tiles.has_descriptors(made.x))
+        assert cuda._Head.of(*made.operands, "").is_described() == (
+            route == "described" and tiles.has_descriptors(made.x)
+        )
     return made
 
 
 def eager_gradients(p: Problem) -> list[Tensor]:
     """Gradients of input, weight and bias as eager PyTorch gives them: logits in the operands' dtype."""
     leaves = [t.detach().clone().requires_grad_() for t in (p.x, p.w, p.bias) if t is not None]
-    z = (F.linear(*leaves) * p.scale).float()
+    z = apply(decode(p.transform), F.linear(*leaves) * p.scale).float()
     picked = z.gather(1, p.index.clamp(min=0)) * (p.index >= 0)
     total = (z.logsumexp(1) * p.g_lse).sum() + (picked * p.g_picked).sum()
     if p.g_class_sum is not None:
@@ -178,8 +184,9 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def check_stats(p: Problem, *, skip_unindexed: bool = False) -> None:
-    got = cuda.linear_stats(*p.operands, p.want_class_sum, skip_unindexed)
-    want = reference.linear_stats(*p.double().operands, p.want_class_sum, skip_unindexed)
+    arguments = p.want_class_sum, skip_unindexed
+    got = cuda.linear_stats(*p.operands, *arguments, transform=p.transform)
+    want = reference.linear_stats(*p.double().operands, *arguments, transform=p.transform)
     for name, g, r in zip(("lse", "picked", "log_prob", "class_sum"), got[:4], want[:4], strict=True):
         assert g.dtype == torch.float32
         assert error(g, r) <= STATS_BOUND, (name, error(g, r))
@@ -190,23 +197,24 @@ def check_gradients(p: Problem, *, floor: float = 1.0) -> None:
 
     ``floor`` multiplies the floor of the bound: where sums have few terms, eager's rounding may cancel by luck.
     """
-    dtype, exact = p.x.dtype, p.double()
+    dtype, exact, options = p.x.dtype, p.double(), {"transform": p.transform}
     needs = (True, True, p.bias is not None)
-    exact_lse = reference.linear_stats(*exact.operands, False, False)[0]
-    want = reference.linear_stats_backward(*exact.operands, exact_lse, exact_lse * 0, *exact.upstream, *needs)
+    exact_lse = reference.linear_stats(*exact.operands, False, False, **options)[0]
+    arguments = *exact.operands, exact_lse, exact_lse * 0, *exact.upstream, *needs
+    want = reference.linear_stats_backward(*arguments, **options)
     allowed = [
         1.5 * error(e, r) + floor * GRADIENT_FLOOR[dtype] for e, r in zip(eager_gradients(p), want, strict=False)
     ]
     # The softmax adds up to one only with the lse of the very same products.
-    lse, _, _, _, residual = cuda.linear_stats(*p.operands, False, False)
-    got = cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, *needs)
+    lse, _, _, _, residual = cuda.linear_stats(*p.operands, False, False, **options)
+    got = cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, *needs, **options)
     for name, g, r, most in zip(("input", "weight", "bias"), got, want, allowed, strict=False):
         assert g.dtype == dtype
         assert error(g, r) <= most, (name, error(g, r), most)
 
-    loss, *got = cuda.linear_loss(*p.operands, *p.upstream, *needs)
-    want_loss, *want = reference.linear_loss(*exact.operands, *exact.upstream, *needs)
-    lse, _, log_prob, class_sum, _ = reference.linear_stats(*exact.operands, p.want_class_sum, False)
+    loss, *got = cuda.linear_loss(*p.operands, *p.upstream, *needs, **options)
+    want_loss, *want = reference.linear_loss(*exact.operands, *exact.upstream, *needs, **options)
+    lse, _, log_prob, class_sum, _ = reference.linear_stats(*exact.operands, p.want_class_sum, False, **options)
     pairs = zip(exact.upstream, (lse, log_prob, class_sum), strict=True)
     magnitude = sum(float((c * s).abs().nan_to_num(0, 0, 0).sum()) for c, s in pairs if c is not None)
     assert abs(float(loss) - float(want_loss)) <= STATS_BOUND * magnitude
@@ -244,12 +252,56 @@ def odd_vocabulary_with_every_option(dtype: torch.dtype) -> None:
 
 
 @case(each_dtype=True)
+def softcap(dtype: torch.dtype) -> None:
+    rows, hidden, vocab = (333, 512, 8191) if HAS_GPU else (37, 32, 131)
+    p = problem(rows, hidden, vocab, dtype, scale=1 / 4, transform="tanh mul:4.0", bias=True, idle=0.3)
+    p.x[3] *= 30  # most of this row's logits are at the cap
+    check_stats(p)
+    check_gradients(p)
+
+
+@case(each_dtype=True)
+def transforms_with_every_option(dtype: torch.dtype) -> None:
+    rows, hidden, vocab = (200, 512, 5001) if HAS_GPU else (37, 32, 131)
+    options = {"bias": True, "class_weight": True, "idle": 0.3}
+    for transform in ("tanh mul:5.0 add:-0.5", "add:5.0 mul:0.4 sigmoid mul:9.0"):
+        for indexed, class_sum in ((1, True), (2, True), (2, False)):
+            p = problem(
+                rows,
+                hidden,
+                vocab,
+                dtype,
+                scale=-0.3,
+                transform=transform,
+                indexed=indexed,
+                class_sum=class_sum,
+                **options,
+            )
+            check_stats(p)
+            check_gradients(p)
+    p = problem(rows, hidden, vocab, dtype, class_sum=True, transform="sigmoid")
+    check_stats(p)  # with columns past the vocabulary, where the sigmoid of nothing is a half
+
+
+@case()
+def tanh_is_as_exact_near_zero_as_far_from_it() -> None:
+    u = torch.cat([torch.logspace(-30, 2, 500), torch.linspace(0.2, 0.3, 99), torch.tensor([0.0, 1e30])])
+    x = u.to(DEVICE)[:, None] * torch.ones(1, fit(16), device=DEVICE)
+    w = torch.zeros(4, x.shape[1], device=DEVICE)
+    w[1, 0], w[2, 0] = 1, -1
+    index = torch.tensor([[1, 2]], device=DEVICE).expand(len(u), 2).contiguous()
+    picked = cuda.linear_stats(x, w, None, index, None, 1.0, False, False, transform="tanh")[1]
+    want = x[:, :1].double().tanh()
+    assert ((picked.double() - want * torch.tensor([1.0, -1.0], device=DEVICE)).abs() <= 4e-7 * want).all()
+
+
+@case(each_dtype=True)
 def gradients_that_nearly_cancel(dtype: torch.dtype) -> None:
     # Targets drawn from the softmax itself: what the targets and what the softmax give is much larger than their sum.
     rows, hidden, vocab = (4000, 64, 60) if HAS_GPU else (200, 16, 40)
     p = problem(rows, hidden, vocab, dtype)
     p.x += 1
-    z = reference.logits(p.x.double(), p.w.double(), None, 1.0)
+    z, _ = reference.logits(p.x.double(), p.w.double(), None, 1.0, "")
     p.index = z.softmax(1).multinomial(1)
     p.g_lse[:], p.g_picked[:] = 1 / rows, -1 / rows
     check_gradients(p)
@@ -549,7 +601,7 @@ def the_same_bits_every_time(dtype: torch.dtype) -> None:
         return [*stats, *cuda.linear_loss(*p.operands, *p.upstream, True, True, True)]
 
     first = run()
-    for _ in range(5 if HAS_GPU else 1):
+    for _ in range(9 if HAS_GPU else 1):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 

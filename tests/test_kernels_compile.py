@@ -66,9 +66,10 @@ class Recorder:
 def record(monkeypatch: pytest.MonkeyPatch, generation: str, dtype: torch.dtype, rows: int, kind: str) -> list[Launch]:
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
-    A ``plain`` cross entropy, ``all_options``, those with ``few_hidden`` units or with an ``odd_hidden`` size.
+    A ``plain`` cross entropy, one with a ``softcap``, ``all_options``, those with ``few_hidden`` units or with an
+    ``odd_hidden`` size.
     """
-    everything = kind != "plain"
+    everything = kind not in ("plain", "softcap")
     vocab, indexed = 50257 if everything else 128256, 1
     hidden = {"odd_hidden": 4095, "few_hidden": 896}.get(kind, 4096)
     launches: list[Launch] = []
@@ -94,8 +95,9 @@ def record(monkeypatch: pytest.MonkeyPatch, generation: str, dtype: torch.dtype,
     )
     upstream = (meta(rows), meta(rows, indexed), meta(rows) if everything else None)
     needs = (True, True, everything)
-    cuda.linear_loss(*operands, *upstream, *needs)
-    cuda.linear_stats_backward(*operands, meta(rows), meta(rows), *upstream, *needs)
+    options = {"transform": "tanh mul:30.0" if kind == "softcap" else ""}
+    cuda.linear_loss(*operands, *upstream, *needs, **options)
+    cuda.linear_stats_backward(*operands, meta(rows), meta(rows), *upstream, *needs, **options)
     # Further windows launch the same kernel again.
     return list({launch.kernel.__name__: launch for launch in reversed(launches)}.values())
 
@@ -170,6 +172,8 @@ CONFIGURATIONS = [
     *((90, BF16, rows, "plain") for rows in (1, 64)),
     (90, BF16, 16384, "all_options"),
     (90, BF16, 16384, "few_hidden"),
+    (90, BF16, 16384, "softcap"),
+    (80, BF16, 16384, "softcap"),
     (90, FP16, 16384, "plain"),
     (100, BF16, 16384, "plain"),
     (80, BF16, 1, "odd_hidden"),

@@ -55,7 +55,10 @@ def eager_stats(
     """The statistics as a careful user writes them: the projection in the operands' dtype, the rest in float32."""
     if bias is not None:
         bias = bias.to(input.dtype)
-    z = F.linear(input, weight, bias).to(acc_dtype(input.dtype)) * scale
+    return stats_of(F.linear(input, weight, bias).to(acc_dtype(input.dtype)) * scale, index, class_weight)
+
+
+def stats_of(z: Tensor, index: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     at, indexed = index.clamp(min=0), index >= 0
     picked = torch.where(indexed, z.gather(1, at), 0.0)
     log_prob = torch.where(indexed, z.log_softmax(1).gather(1, at), 0.0)
@@ -120,6 +123,52 @@ def test_each_statistic_alone_has_its_gradient(device: str, read: str) -> None:
     expected = value_and_grads(one(reference.linear_stats), p.input, p.weight, p.bias)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
+
+
+TRANSFORMS = ("tanh", "tanh mul:3.0 add:-0.5", "add:0.5 mul:1.5 sigmoid mul:-4.0", "mul:2.0")
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_transformed_logits_err_no_more_than_eager(device: str, dtype: torch.dtype, transform: str) -> None:
+    p = problem(21, 8, 37, dtype, device)
+    index, c_lse, c_log_prob, c_class_sum = loss_arguments(p, 2)
+
+    def terms(lse: Tensor, picked: Tensor, log_prob: Tensor, class_sum: Tensor) -> Tensor:
+        c = (one.to(lse.dtype) for one in (c_lse, c_log_prob, c_class_sum))
+        return sum((a * b).sum() for a, b in zip(c, (lse, log_prob, class_sum), strict=True)) + picked.sum()
+
+    def with_stats(*operands: Tensor) -> Tensor:
+        return terms(*ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, transform=transform)[:4])
+
+    def with_loss(*operands: Tensor) -> Tensor:
+        c = (c_lse, c_log_prob, c_class_sum, True, True, True)
+        loss = ops.linear_loss(*operands, index, p.class_weight, 0.5, *c, transform=transform)[0]
+        stats = ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, transform=transform)
+        return loss + stats[1].sum()
+
+    def with_eager(*operands: Tensor) -> Tensor:
+        z = F.linear(*operands) * 0.5
+        for word in transform.split():  # spelled out here, so that no code is shared with what is tested
+            name, _, number = word.partition(":")
+            z = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "mul": torch.mul, "add": torch.add}[name](
+                z, *([float(number)] if number else [])
+            )
+        return terms(*stats_of(z.to(acc_dtype(z.dtype)), index, p.class_weight))
+
+    operands = (p.input, p.weight, p.bias)
+    exact = value_and_grads(with_eager, *doubled(*operands))
+    for op in (with_stats, with_loss):
+        assert_no_worse_than_eager(
+            value_and_grads(op, *operands), value_and_grads(with_eager, *operands), exact, floor((21, 8, 37), dtype)
+        )
+
+
+@pytest.mark.parametrize("text", ["tan", "tanh:2", "mul", "mul:x", "add:"])
+def test_a_transform_that_is_none_is_refused(device: str, text: str) -> None:
+    p = problem(5, 4, 7, device=device)
+    with pytest.raises(ValueError):
+        ops.linear_stats(p.input, p.weight, None, some_index(p, 1), None, 1.0, False, False, transform=text)
 
 
 def test_class_sum_is_empty_unless_asked_for(device: str) -> None:

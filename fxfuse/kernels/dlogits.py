@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import tiles
 from .logits import grouped, logits_tile
+from .transform import steps
 
 # Elements to which the rows of the gradient's buffer are padded: Triton stores whole vectors only along strides that
 # it knows to be multiples of 16, and cuBLAS wants rows on 16 bytes.
@@ -42,6 +43,7 @@ def dlogits_kernel(
     x_step,
     w_step,
     dz_row,
+    TRANSFORM: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
@@ -66,7 +68,7 @@ def dlogits_kernel(
         row_g_class_sum = tl.load(g_class_sum + row, mask=in_rows, other=0.0)
         active = active | (row_g_class_sum != 0)
 
-    z = logits_tile(
+    z, slope = logits_tile(
         x,
         w,
         bias,
@@ -82,6 +84,7 @@ def dlogits_kernel(
         w_col,
         x_step,
         w_step,
+        TRANSFORM,
         PRECISION,
         EVEN_VOCAB,
         EVEN_HIDDEN,
@@ -105,6 +108,7 @@ def dlogits_kernel(
         else:
             c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
             g += row_g_class_sum[:, None] * c[None, :]
+    g *= slope
     if factor is not None:
         scale = scale * tl.load(factor)
     # An idle row is zero even if its logits or its lse are not finite.
@@ -126,6 +130,7 @@ def write_dlogits(
     first_class: int,
     class_weight: Tensor | None,
     scale: float,
+    transform: str,
     lse: Tensor,
     residual: Tensor,
     g_lse: Tensor,
@@ -168,6 +173,7 @@ def write_dlogits(
         shape.hidden * x.stride(1),
         shape.hidden * weight.stride(1),
         dz.stride(0),
+        TRANSFORM=steps(transform),
         PRECISION=tiles.dot_precision(x.dtype),
         EVEN_VOCAB=vocab % shape.vocab == 0,
         EVEN_HIDDEN=hidden % shape.hidden == 0,

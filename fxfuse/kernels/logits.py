@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .transform import transformed
+
 
 @triton.jit
 def grouped(program, row_blocks, columns, GROUP: tl.constexpr):
@@ -33,6 +35,7 @@ def logits_tile(
     w_col,
     x_step,  # BLOCK_HIDDEN * x_col and BLOCK_HIDDEN * w_col, made on the host: they may exceed 32 bits
     w_step,
+    TRANSFORM: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
@@ -40,7 +43,10 @@ def logits_tile(
     BLOCK_VOCAB: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):
-    """``scale * (x @ w.T + bias)`` at ``row`` and ``col``, float32; 0 at columns past V."""
+    """The transform of ``scale * (x @ w.T + bias)`` at ``row`` and ``col``, float32, and its derivative there.
+
+    At columns past V it is the transform of 0. The derivative of the identity is the number 1.
+    """
     d = tl.arange(0, BLOCK_HIDDEN)
     # Offsets in 64 bits: N * D and V * D pass 2**31.
     x_at = x + row.to(tl.int64)[:, None] * x_row + d.to(tl.int64)[None, :] * x_col
@@ -62,4 +68,4 @@ def logits_tile(
         w_at += w_step
     if bias is not None:
         z += tl.load(bias + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
-    return z * scale
+    return transformed(z * scale, TRANSFORM)

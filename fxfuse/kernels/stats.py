@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import tiles
 from .logits import grouped, logits_tile
+from .transform import steps
 
 MERGE_SPLITS, MERGE_ROWS = 32, 32
 
@@ -55,6 +56,7 @@ def stats_kernel(
     w_col,
     x_step,
     w_step,
+    TRANSFORM: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
@@ -83,7 +85,7 @@ def stats_kernel(
     for tile in range(first, last):
         tile_start = tile * BLOCK_VOCAB
         col = tile_start + tl.arange(0, BLOCK_VOCAB)
-        z = logits_tile(
+        z, _slope = logits_tile(
             x,
             w,
             bias,
@@ -99,6 +101,7 @@ def stats_kernel(
             w_col,
             x_step,
             w_step,
+            TRANSFORM,
             PRECISION,
             EVEN_VOCAB,
             EVEN_HIDDEN,
@@ -108,7 +111,10 @@ def stats_kernel(
         )
         if part_class_sum is not None:
             if class_weight is None:
-                class_sum += tl.sum(z, 1)
+                if EVEN_VOCAB or len(TRANSFORM) == 0:  # past the vocabulary z is 0
+                    class_sum += tl.sum(z, 1)
+                else:
+                    class_sum += tl.sum(tl.where((col < vocab)[None, :], z, 0.0), 1)
             else:
                 c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
                 class_sum += tl.sum(z * c[None, :], 1)
@@ -210,6 +216,7 @@ def row_stats(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
+    transform: str,
     want_class_sum: bool,
     wanted: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -257,6 +264,7 @@ def row_stats(
         *weight.stride(),
         shape.hidden * x.stride(1),
         shape.hidden * weight.stride(1),
+        TRANSFORM=steps(transform),
         PRECISION=tiles.dot_precision(x.dtype),
         EVEN_VOCAB=vocab % shape.vocab == 0,
         EVEN_HIDDEN=hidden % shape.hidden == 0,

@@ -26,11 +26,12 @@ _NEEDS = "bool need_input, bool need_weight, bool need_bias"
 
 for _schema in (
     "check_index(Tensor index, SymInt vocab, int? ignore_index) -> Tensor",
-    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed, *,"
+    " str transform='') -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
-    f" Tensor? g_class_sum, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
-    f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor? g_class_sum, {_NEEDS}, *, str transform='') -> (Tensor, Tensor, Tensor)",
+    f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS},"
+    " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
 ):
     _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -50,13 +51,13 @@ def _guarded(op: str, device: str, implementation: Any) -> Any:
     of forward-mode differentiation would be dropped without a word: refuse it.
     """
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
         if forward_ad_active() and any(isinstance(a, Tensor) and unpack_dual(a).tangent is not None for a in args):
             raise errors.no_forward_mode(op)
         if not torch.is_autocast_enabled(device):
-            return implementation(*args)
+            return implementation(*args, **options)
         with torch.autocast(device, enabled=False):
-            return implementation(*args)
+            return implementation(*args, **options)
 
     return run
 
@@ -111,6 +112,8 @@ def _linear_stats_fake(
     scale: float,
     want_class_sum: bool,
     skip_unindexed: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, ...]:
     rows, acc = input.shape[0], acc_dtype(input.dtype)
     shapes = ((rows,), index.shape, index.shape, (rows,) if want_class_sum else (0,), (rows,))
@@ -141,6 +144,7 @@ def _linear_stats_backward_fake(
     g_picked: Tensor,
     g_class_sum: Tensor | None,
     *needs: bool,
+    transform: str = "",
 ) -> tuple[Tensor, ...]:
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     return _gradients_fake(input, weight, needs, dtypes)  # type: ignore[arg-type]
@@ -158,6 +162,7 @@ def _linear_loss_fake(
     c_log_prob: Tensor,
     c_class_sum: Tensor | None,
     *needs: bool,
+    transform: str = "",
 ) -> tuple[Tensor, ...]:
     loss = input.new_empty((), dtype=acc_dtype(input.dtype))
     return loss, *_gradients_fake(input, weight, needs, (stash_dtype(input.dtype),) * 3)  # type: ignore[arg-type]
@@ -178,11 +183,11 @@ def _refuse_second_order(op: str) -> None:
         raise errors.no_double_backward(op)
 
 
-def _stats_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _stats_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     input, weight, bias, index, class_weight, scale, want_class_sum, _ = inputs
     _refuse_differentiable(ctx, {4: "class_weight"}, "linear_stats")
     ctx.set_materialize_grads(False)
-    ctx.scale, ctx.want_class_sum = scale, want_class_sum
+    ctx.scale, ctx.want_class_sum, ctx.options = scale, want_class_sum, keyword_only_inputs
     ctx.save_for_backward(input, weight, bias, index, class_weight, output[0], output[4])
     ctx.mark_non_differentiable(output[4])
 
@@ -209,12 +214,13 @@ def _stats_backward(
         g_picked = g_picked + g_log_prob
     needs = ctx.needs_input_grad[:3]
     grads = linear_stats_backward(
-        input, weight, bias, index, class_weight, ctx.scale, lse, residual, g_lse, g_picked, g_class_sum, *needs
-    )
+        input, weight, bias, index, class_weight, ctx.scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
+        **ctx.options,
+    )  # fmt: skip
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), *nothing
 
 
-def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _loss_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     input, weight, bias = inputs[:3]
     constants = {4: "class_weight", 6: "c_lse", 7: "c_log_prob", 8: "c_class_sum"}
     _refuse_differentiable(ctx, constants, "linear_loss")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..transform import Transform, apply, apply_with_slope, decode
 from .contract import Upstream, acc_dtype, gradient_or_none, stash_dtype, weighted
 
 # Small enough to be a fraction of any logits worth fusing, large enough for full-speed products.
@@ -30,12 +31,13 @@ class _Head(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     scale: float
+    transform: Transform
     acc: torch.dtype
 
     @classmethod
-    def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> _Head:
+    def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str) -> _Head:
         acc = acc_dtype(input.dtype)
-        return cls(weight, None if bias is None else bias.to(acc), scale, acc)
+        return cls(weight, None if bias is None else bias.to(acc), scale, decode(transform), acc)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Slices of the vocabulary with their rows of the weight in the accumulation dtype."""
@@ -48,15 +50,17 @@ class _Head(NamedTuple):
             stop = min(start + step, vocab)
             yield slice(start, stop), self.weight[start:stop].to(self.acc)
 
-    def logits(self, rows: Tensor, out: Tensor) -> Tensor:
-        """``scale * (rows @ weight.T + bias)`` into ``out``."""
+    def logits(self, rows: Tensor, out: Tensor, want_slope: bool) -> tuple[Tensor, Tensor | None]:
+        """The logits, in ``out`` where they are not transformed; and if wanted the derivative of the transform."""
         for at, block in self.blocks():
             torch.mm(rows, block.t(), out=out[:, at])
         if self.bias is not None:
             out += self.bias
         if self.scale != 1.0:
             out *= self.scale
-        return out
+        if want_slope:
+            return apply_with_slope(self.transform, out)
+        return apply(self.transform, out), None
 
 
 class _RowStats(NamedTuple):
@@ -86,14 +90,16 @@ def _exponentiate(z: Tensor, index: Tensor, class_weight: Tensor | None, want_cl
     return _RowStats(lse, residual, picked, torch.where(indexed, log_prob, 0.0), class_sum, total)
 
 
-def _to_gradient(e: Tensor, total: Tensor, index: Tensor, class_weight: Tensor | None, up: Upstream) -> Tensor:
-    """Turn exponentials with row sums ``total`` into the gradient of the logits, in place."""
+def _to_gradient(
+    e: Tensor, slope: Tensor | None, total: Tensor, index: Tensor, class_weight: Tensor | None, up: Upstream
+) -> Tensor:
+    """Turn exponentials with row sums ``total`` into the gradient of what was transformed, in place."""
     e.mul_((up.lse / total)[:, None])
     e.scatter_add_(1, index.clamp(min=0), torch.where(index >= 0, up.picked, 0.0))
     if up.class_sum is not None:
         c = e.new_ones(()) if class_weight is None else class_weight
         e.add_(up.class_sum[:, None] * c)
-    return e
+    return e if slope is None else e.mul_(slope)
 
 
 class _Gradients:
@@ -129,10 +135,11 @@ class _Chunk:
     at: Tensor | slice  # which rows of the call
     rows: Tensor  # their hidden states [C, D] in the accumulation dtype
     index: Tensor  # [C, K]
-    z: Tensor  # their logits [C, V], in a buffer that the next chunk overwrites
+    z: Tensor  # their logits [C, V], which the next chunk may overwrite
+    slope: Tensor | None  # the derivative of their transform [C, V], if it was wanted and is not 1
 
 
-def _chunks(head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None) -> Iterator[_Chunk]:
+def _chunks(head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None, want_slope: bool) -> Iterator[_Chunk]:
     """The logits of the ``wanted`` rows (a [N] mask; None for all), chunk by chunk.
 
     On a CPU unwanted rows are left out. Elsewhere counting them would wait for the device: all rows come.
@@ -149,8 +156,8 @@ def _chunks(head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None) ->
     for start in range(0, rows, step):
         here = slice(start, min(start + step, rows))
         part = input[here].to(head.acc)
-        z = head.logits(part, buffer[: part.shape[0]])
-        yield _Chunk(here if active is None else active[here], part, index[here], z)
+        z, slope = head.logits(part, buffer[: part.shape[0]], want_slope)
+        yield _Chunk(here if active is None else active[here], part, index[here], z, slope)
 
 
 def linear_stats(
@@ -162,8 +169,10 @@ def linear_stats(
     scale: float,
     want_class_sum: bool,
     skip_unindexed: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    head = _Head.of(input, weight, bias, scale)
+    head = _Head.of(input, weight, bias, scale, transform)
     rows = input.shape[0]
     c = None if class_weight is None else class_weight.to(head.acc)
     lse = input.new_zeros((rows,), dtype=head.acc)
@@ -172,7 +181,7 @@ def linear_stats(
     log_prob = input.new_zeros(index.shape, dtype=head.acc)
     class_sum = gradient_or_none((rows,), input, head.acc, want_class_sum)
     wanted = (index >= 0).any(1) if skip_unindexed else None
-    for chunk in _chunks(head, input, index, wanted):
+    for chunk in _chunks(head, input, index, wanted, want_slope=False):
         stats = _exponentiate(chunk.z, chunk.index, c, want_class_sum)
         lse[chunk.at], residual[chunk.at] = stats.lse, stats.residual
         picked[chunk.at], log_prob[chunk.at] = stats.picked, stats.log_prob
@@ -199,12 +208,14 @@ def linear_loss(
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
     # log_prob is picked - lse, so its coefficient counts for both.
     up = Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
     wanted = up.nonzero()
-    head = _Head.of(input, weight, bias, scale)
+    head = _Head.of(input, weight, bias, scale, transform)
     loss = c_lse.new_zeros(())
 
     def add_loss(at: Tensor | slice, stats: _RowStats) -> None:
@@ -233,9 +244,11 @@ def linear_stats_backward(
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     up = Upstream(g_lse, g_picked, g_class_sum)
-    head = _Head.of(input, weight, bias, scale)
+    head = _Head.of(input, weight, bias, scale, transform)
     grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
     _sweep(head, input, index, class_weight, up, up.nonzero(), grads, None)
     bias_dtype = weight.dtype if bias is None else bias.dtype
@@ -254,14 +267,14 @@ def _sweep(
 ) -> None:
     """One pass over the wanted rows: show ``see`` their statistics, then add their gradients to ``grads``."""
     c = None if class_weight is None else class_weight.to(head.acc)
-    for chunk in _chunks(head, input, index, wanted):
+    for chunk in _chunks(head, input, index, wanted, want_slope=grads.any()):
         stats = _exponentiate(chunk.z, chunk.index, c, see is not None and up.class_sum is not None)
         if see is not None:
             see(chunk.at, stats)
         if not grads.any():
             continue
         here = Upstream(*(None if g is None else g[chunk.at] * head.scale for g in up))  # type: ignore[arg-type]
-        dz = _to_gradient(chunk.z, stats.total, chunk.index, c, here)
+        dz = _to_gradient(chunk.z, chunk.slope, stats.total, chunk.index, c, here)
         rows = chunk.rows
         if wanted.device.type != "cpu":
             # Zero times a NaN in the hidden states of an unwanted row would still reach the weight.

@@ -2,9 +2,10 @@
 
 Letters: N rows (tokens), D hidden size, V vocabulary (classes), K indexed classes per row.
 
-For hidden states ``input [N, D]``, a head ``weight [V, D]`` with optional ``bias [V]``, and a number
-``scale``, the logits are ``z = scale * (input @ weight.T + bias)``.  They are never an argument and never a
-result.  The **row statistics** of z are
+For hidden states ``input [N, D]``, a head ``weight [V, D]`` with optional ``bias [V]``, a number ``scale`` and a
+pointwise function f, ``transform`` (see ``fxfuse.transform``; the identity unless given), the logits are
+``z = f(u)`` with ``u = scale * (input @ weight.T + bias)``.  They are never an argument and never a result.  The
+**row statistics** of z are
 
 ======================  =======  ===========================================================================
 ``lse``                 [N]      ``log sum_j exp z_ij``
@@ -28,7 +29,7 @@ Every statistic is linear in z but ``lse``, whose gradient is the softmax p.  So
 
     dz_ij = g_lse_i p_ij + sum_k g_picked_ik [j = index_ik] + g_class_sum_i c_j
 
-and, times ``scale``, ``d_input = dz @ weight``, ``d_weight = dz.T @ input``, ``d_bias = dz.sum(0)``.
+and with ``du = dz * f'(u) * scale``, ``d_input = du @ weight``, ``d_weight = du.T @ input``, ``d_bias = du.sum(0)``.
 A row whose three upstream gradients are all zero contributes exactly zero, whatever its logits are.
 """
 
@@ -81,16 +82,17 @@ def weighted(c: Tensor, s: Tensor) -> Tensor:
     return torch.where(c == 0, 0.0, c * s).sum()
 
 
-def normalisation(up: Upstream, class_weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def normalisation(up: Upstream, class_weight: Tensor | None, steepest: float) -> tuple[Tensor, Tensor]:
     """A power of two that brings the finite gradients of the logits below 2**15, and its inverse, ``[1]`` float32 each.
 
+    ``steepest`` bounds what the gradients of the logits are multiplied by on their way to the product.
     They then fit float16 with the largest near the top, so that small probabilities times small coefficients keep their
     bits. Nothing is read by the host.
     """
     rows = up.lse.abs() + up.picked.abs().sum(1)
     if up.class_sum is not None:
         rows = rows + up.class_sum.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
-    bound = torch.where(rows.isfinite(), rows, 0.0).amax(0, keepdim=True) * abs(scale)
+    bound = torch.where(rows.isfinite(), rows, 0.0).amax(0, keepdim=True) * steepest
     _, exponent = torch.frexp(bound)
     # An exponent far below 0 would overflow the factor.
     exponent = exponent.clamp(min=-100)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import tiles
+from ..transform import decode, steepest
 from . import chunked
 from .contract import Upstream, normalisation, stash_dtype, weighted
 
@@ -43,10 +44,14 @@ def linear_stats(
     scale: float,
     want_class_sum: bool,
     skip_unindexed: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not _has_kernels(input, weight):
-        return chunked.linear_stats(input, weight, bias, index, class_weight, scale, want_class_sum, skip_unindexed)
-    head = _Head.of(input, weight, bias, index, class_weight, scale)
+        return chunked.linear_stats(
+            input, weight, bias, index, class_weight, scale, want_class_sum, skip_unindexed, transform=transform
+        )
+    head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     if head.is_described():
         with _current(input.device):
             out = _hopper().linear_stats(head.call(), want_class_sum, skip_unindexed)
@@ -70,13 +75,16 @@ def linear_stats_backward(
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
     if not _has_kernels(input, weight):
         return chunked.linear_stats_backward(
-            input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs
-        )
-    head = _Head.of(input, weight, bias, index, class_weight, scale)
+            input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
+            transform=transform,
+        )  # fmt: skip
+    head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     up = _Upstream(g_lse, g_picked, g_class_sum).contiguous()
     if head.is_described():
@@ -100,13 +108,15 @@ def linear_loss(
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
     if not _has_kernels(input, weight):
         return chunked.linear_loss(
-            input, weight, bias, index, class_weight, scale, c_lse, c_log_prob, c_class_sum, *needs
+            input, weight, bias, index, class_weight, scale, c_lse, c_log_prob, c_class_sum, *needs, transform=transform
         )
-    head = _Head.of(input, weight, bias, index, class_weight, scale)
+    head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     if head.is_described():
         with _current(input.device):
             c = _Upstream(c_lse, c_log_prob, c_class_sum).contiguous()
@@ -142,6 +152,7 @@ class _Head:
     index: Tensor
     class_weight: Tensor | None
     scale: float
+    transform: str
 
     @classmethod
     def of(
@@ -152,9 +163,10 @@ class _Head:
         index: Tensor,
         class_weight: Tensor | None,
         scale: float,
+        transform: str,
     ) -> _Head:
         index = _contiguous(index)  # type: ignore[assignment]
-        return cls(input, weight, _contiguous(bias), index, _contiguous(class_weight), float(scale))
+        return cls(input, weight, _contiguous(bias), index, _contiguous(class_weight), float(scale), transform)
 
     def is_described(self) -> bool:
         """Whether ``hopper`` takes these operands."""
@@ -175,6 +187,7 @@ class _Head:
                 self.index,
                 self.class_weight,
                 self.scale,
+                self.transform,
                 want_class_sum,
                 wanted,
             )
@@ -201,7 +214,7 @@ class _Head:
         lse, residual, up = lse.contiguous(), residual.contiguous(), up.contiguous()
         factor = undo = None
         if self.input.dtype == torch.float16:
-            factor, undo = normalisation(up, self.class_weight, self.scale)
+            factor, undo = normalisation(up, self.class_weight, abs(self.scale) * steepest(decode(self.transform)))
         # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
         x_for_weight = torch.where(up.nonzero()[:, None], self.input, 0.0) if needs[1] else self.input
         row_windows, vocab_windows = _windows(rows, vocab, self.input.dtype.itemsize)
@@ -219,8 +232,9 @@ class _Head:
                     assert w is not None
                     dz = buffer[: x.shape[0], : w.shape[0]]
                     write_dlogits(
-                        dz, x, w, bias, index, at.start, c, self.scale, lse[at_rows], residual[at_rows], *here, factor
-                    )
+                        dz, x, w, bias, index, at.start, c, self.scale, self.transform, lse[at_rows],
+                        residual[at_rows], *here, factor,
+                    )  # fmt: skip
                     if d_input is not None:
                         d_input.add(at_rows, dz, w)
                     if d_weight is not None:

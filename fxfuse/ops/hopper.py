@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.hopper.launch import Call, Listed, Stats, Sum, takes
+from ..transform import decode, steepest
 from .contract import Upstream, normalisation, stash_dtype
 
 __all__ = ["Call", "linear_loss", "linear_stats", "linear_stats_backward", "takes"]
@@ -64,12 +65,13 @@ class _Gradients:
         dz = call.exponentials_buffer(rows.most, windows[0].stop)
         parts = call.parts()
         normalise, undo = factors
-        call.pick(listed, stats.picked)
+        slope = call.slopes()
+        call.pick(listed, stats.picked, slope)
         for chunk in range(rows.chunks):
             call.gather(rows, chunk, gathered)
             for i, window in enumerate(windows):
                 here = dz[:, : window.stop - window.start]
-                call.dlogits_of(rows, chunk, window, gathered, here, stats, up, normalise)
+                call.dlogits_of(rows, chunk, window, gathered, here, stats, slope, up, normalise)
                 if self.need_input:
                     ends = i == 0, i == len(windows) - 1
                     call.add_input(rows, chunk, window, here, d_input, parts, *ends, undo=undo)
@@ -101,11 +103,12 @@ class _Gradients:
                 bias_sum = (call.bias.float() * (1.0 if call.class_weight is None else call.class_weight)).sum()
             if self.need_weight:
                 weight_row = call.weighted_sum(call.input, up.class_sum) * call.scale
-        call.pick(listed, stats.picked)
+        slope = call.slopes()
+        call.pick(listed, stats.picked, slope)
         everything = slice(0, call.vocab)
         for chunk in range(rows.chunks):
             call.gather(rows, chunk, gathered, stats.picked, offset, row_sum, bias_sum, stats.class_sum)
-            call.exponentials_of(rows, chunk, gathered, offset, e, scratch, up, stats, factor, own, bad)
+            call.exponentials_of(rows, chunk, gathered, offset, e, scratch, up, stats, slope, factor, own, bad)
             if self.need_bias:
                 call.add_bias(rows, chunk, everything, e, self.d_bias, factor)
             if classes is not None:
@@ -178,8 +181,7 @@ def linear_loss(
     stats = call.no_stats(want_class_sum, together=True)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
     undo = None
-    # float16 has too narrow a range for exponentials; more classes a row than one would need as many rows of sums.
-    if any(needs) and call.input.dtype != torch.float16 and call.index.shape[1] <= 1:
+    if any(needs) and _suits_exponentials(call, want_class_sum):
         grads.exponentials(listed, stats, up)
     else:
         call.stats(listed, stats, want_class_sum)
@@ -190,5 +192,17 @@ def linear_loss(
     return call.loss(stats, c), grads.results(undo)
 
 
+def _suits_exponentials(call: Call, want_class_sum: bool) -> bool:
+    """Whether gradients can be made from scaled exponentials.
+
+    float16 has too narrow a range for them. More classes a row than one would need as many rows of sums. What class
+    sums give is of rank one only where logits are not transformed.
+    """
+    dtype, indexed = call.input.dtype, call.index.shape[1]
+    return dtype != torch.float16 and indexed <= 1 and not (want_class_sum and call.steps)
+
+
 def _factors(call: Call, up: Upstream) -> tuple[Tensor | None, Tensor | None]:
-    return normalisation(up, call.class_weight, call.scale) if call.input.dtype == torch.float16 else (None, None)
+    if call.input.dtype != torch.float16:
+        return None, None
+    return normalisation(up, call.class_weight, abs(call.scale) * steepest(decode(call.transform)))

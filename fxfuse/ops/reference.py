@@ -8,16 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..transform import apply_with_slope, decode
 from .contract import acc_dtype, stash_dtype
 
 
-def logits(input: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """``scale * (input @ weight.T + bias)`` in the accumulation dtype, shape [N, V]."""
+def logits(
+    input: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str
+) -> tuple[Tensor, Tensor | None]:
+    """``f(u)`` for ``u = scale * (input @ weight.T + bias)`` in the accumulation dtype, [N, V], and ``f'(u)``."""
     acc = acc_dtype(input.dtype)
     z = input.to(acc) @ weight.to(acc).t()
     if bias is not None:
         z = z + bias.to(acc)
-    return z * scale
+    return apply_with_slope(decode(transform), z * scale)
 
 
 def linear_stats(
@@ -29,8 +32,10 @@ def linear_stats(
     scale: float,
     want_class_sum: bool,
     skip_unindexed: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    z = logits(input, weight, bias, scale)
+    z, _ = logits(input, weight, bias, scale, transform)
     indexed = index >= 0
     at = index.clamp(min=0)
     zero = z.new_zeros(())
@@ -64,8 +69,10 @@ def linear_stats_backward(
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    z = logits(input, weight, bias, scale)
+    z, slope = logits(input, weight, bias, scale, transform)
     dz = g_lse[:, None] * ((z - lse[:, None]) - residual[:, None]).exp()
     dz = dz.scatter_add(1, index.clamp(min=0), torch.where(index >= 0, g_picked, 0.0))
     idle = (g_lse == 0) & (g_picked == 0).all(1)
@@ -73,6 +80,8 @@ def linear_stats_backward(
         c = z.new_ones(z.shape[1]) if class_weight is None else class_weight.to(z.dtype)
         dz = dz + g_class_sum[:, None] * c
         idle &= g_class_sum == 0
+    if slope is not None:
+        dz = dz * slope
     dz = torch.where(idle[:, None], 0.0, dz) * scale
     none = input.new_zeros((0,))
     return (
@@ -95,9 +104,11 @@ def linear_loss(
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
+    *,
+    transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse, _, log_prob, class_sum, residual = linear_stats(
-        input, weight, bias, index, class_weight, scale, c_class_sum is not None, False
+        input, weight, bias, index, class_weight, scale, c_class_sum is not None, False, transform=transform
     )
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
 
@@ -123,5 +134,6 @@ def linear_loss(
         need_input,
         need_weight,
         need_bias,
+        transform=transform,
     )
     return loss, *grads

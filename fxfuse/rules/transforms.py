@@ -9,12 +9,23 @@ from typing import Any
 import torch
 
 from ..algebra import ClassTensor, Logits, derive
+from ..transform import Step, then
 from . import Call, rule
+
+
+def _then(call: Call, input: Any, step: Step) -> ClassTensor:
+    if not isinstance(input, Logits):
+        call.keep("unknown_reader")
+    return derive(input, call.name, transform=then(input.transform, step))
 
 
 def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
     if not isinstance(input, Logits):
         call.keep("unknown_reader")
+    if not math.isfinite(factor) or factor == 0.0:
+        call.keep("unsupported_argument", f"{call.name} scales the logits by {factor}")
+    if input.transform:
+        return _then(call, input, Step("mul", factor))
     scale = input.scale * factor
     if not math.isfinite(scale) or scale == 0.0:
         call.keep("unsupported_argument", f"{call.name} scales the logits by {scale}")
@@ -47,3 +58,27 @@ def div(call: Call, input: Any, other: Any) -> ClassTensor:
 @rule(operator.neg, torch.neg, torch.negative, "neg", "negative", "__neg__")
 def neg(call: Call, input: Any) -> ClassTensor:
     return _scaled(call, input, -1.0)
+
+
+@rule(operator.add, "__add__", "__radd__", tracked=("input", "other"))
+@rule(torch.add, "add", like=lambda input, other, *, alpha=1: None, tracked=("input", "other"))
+def add(call: Call, input: Any, other: Any) -> ClassTensor:
+    if not isinstance(input, ClassTensor):
+        input, other = other, input
+    return _then(call, input, Step("add", _number(call, other)))
+
+
+@rule(operator.sub, "__sub__")
+@rule(torch.sub, torch.subtract, "sub", "subtract", like=lambda input, other, *, alpha=1: None)
+def sub(call: Call, input: Any, other: Any) -> ClassTensor:
+    return _then(call, input, Step("add", -_number(call, other)))
+
+
+@rule(torch.tanh, "tanh")
+def tanh(call: Call, input: Any) -> ClassTensor:
+    return _then(call, input, Step("tanh"))
+
+
+@rule(torch.sigmoid, torch.special.expit, "sigmoid")
+def sigmoid(call: Call, input: Any) -> ClassTensor:
+    return _then(call, input, Step("sigmoid"))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..logits import grouped
-from .schedule import LOG2E, affine, chunk_bounds, left_and_right, product_tile
+from .schedule import LOG2E, chunk_bounds, left_and_right, logits_of, product_tile
 
 
 @triton.jit
@@ -19,10 +19,10 @@ def _gradient(z, lse, residual, g):
 @triton.jit
 def _store_half(
     dz, z, bias, class_weight, lse, residual, g, g_class_sum, there, scale, out_scale, vocab, tile_row, tile_col,
-    SCALED: tl.constexpr, WIDTH: tl.constexpr,
+    SCALED: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     col = tile_col + tl.arange(0, WIDTH)
-    z = affine(z, bias, col, scale, vocab, SCALED)
+    z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
     d = _gradient(z, lse[:, None], residual[:, None], g[:, None])
     if g_class_sum is not None:
         if class_weight is None:
@@ -30,7 +30,7 @@ def _store_half(
         else:
             c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
             d += g_class_sum[:, None] * c[None, :]
-    dz.store([tile_row, tile_col], tl.where(there[:, None], d * out_scale, 0.0).to(dz.dtype))
+    dz.store([tile_row, tile_col], tl.where(there[:, None], d * slope * out_scale, 0.0).to(dz.dtype))
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "programs"])
@@ -54,6 +54,7 @@ def dlogits_kernel(
     hidden,
     programs,
     SCALED: tl.constexpr,
+    TRANSFORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
@@ -86,11 +87,11 @@ def dlogits_kernel(
         left, right = left_and_right(z, BM, BN)
         _store_half(
             dz, left, bias, class_weight, row_lse, row_residual, g, g_sum, there, scale, out_scale, vocab, tile_row,
-            tile_col, SCALED, HALF,
+            tile_col, SCALED, TRANSFORM, HALF,
         )  # fmt: skip
         _store_half(
             dz, right, bias, class_weight, row_lse, row_residual, g, g_sum, there, scale, out_scale, vocab, tile_row,
-            tile_col + HALF, SCALED, HALF,
+            tile_col + HALF, SCALED, TRANSFORM, HALF,
         )  # fmt: skip
 
 
@@ -102,6 +103,7 @@ def correct_kernel(
     length,  # [1] int32
     class_weight,  # [W] or None
     picked,  # [N, K] float32
+    slope,  # [N, K] float32: the derivative of the transform there, or None for 1
     lse,  # [N] float32
     residual,  # [N] float32
     g_lse,  # [N] float32
@@ -143,6 +145,8 @@ def correct_kernel(
                 d += g_sum
             else:
                 d += g_sum * tl.load(class_weight + col, mask=here, other=0.0).to(tl.float32)
+        if slope is not None:
+            d *= tl.load(slope + at, mask=here, other=0.0)
         tl.store(dz + row.to(tl.int64) * dz_row + col, (d * scale).to(dz.dtype.element_ty), mask=here)
 
 
@@ -168,6 +172,7 @@ def scattered_dlogits_kernel(
     dz_row,
     programs,
     SCALED: tl.constexpr,
+    TRANSFORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
@@ -186,10 +191,8 @@ def scattered_dlogits_kernel(
         col = tile_col + tl.arange(0, BN)
         there = row < rows
         source = tl.load(order + row, mask=there, other=0).to(tl.int64)
-        z = affine(
-            product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION),
-            bias, col, scale, vocab, SCALED,
-        )  # fmt: skip
+        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
+        z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
         row_lse = tl.load(lse + source, mask=there, other=0.0)
         row_residual = tl.load(residual + source, mask=there, other=0.0)
         g = tl.load(g_lse + source, mask=there, other=0.0)
@@ -199,6 +202,7 @@ def scattered_dlogits_kernel(
             local = tl.where((local >= 0) & (local < BN), local, -1).to(tl.int32)
             own = tl.load(g_picked + source * indexed + k, mask=there, other=0.0)
             d += tl.where(tl.arange(0, BN)[None, :] == local[:, None], own[:, None], 0.0)
+        d *= slope
         target = tl.load(to + row, mask=there, other=0).to(tl.int64)
         mask = there[:, None] & (col < vocab)[None, :]
         tl.store(dz + target[:, None] * dz_row + col[None, :], (d * scale).to(dz.dtype.element_ty), mask=mask)

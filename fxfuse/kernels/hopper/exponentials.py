@@ -2,8 +2,9 @@
 
 With float32 row sums s, taken before E is rounded, ``lse = c + log s`` and the softmax is ``E / s``; so the gradient
 of the logits is ``v * E`` with a factor v per row, and the products for dX and dW need no other pass over ``[rows,
-V]``. The entries of indexed classes, which are the large ones, are left out of E (0 there) and kept in float32.
-A row whose sum leaves the range in which that is accurate is done anew, with its own log-sum-exp for an offset.
+V]``. Where logits are transformed, E is stored times the derivative of that, and the sums are taken without it. The
+entries of indexed classes, which are the large ones, are left out of E (0 there) and kept in float32. A row whose sum
+leaves the range in which that is accurate is done anew, with its own log-sum-exp for an offset.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..logits import grouped
-from .schedule import LOG2E, affine, chunk_bounds, exponent, left_and_right, log_of_sum, product_tile
+from .schedule import LOG2E, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
 
 # exp2 of more than this is not stored: E must be finite, also where the row's sum tells that it is of no use.
 CEILING = tl.constexpr(100.0)
@@ -23,17 +24,19 @@ LEAST_FACTOR, MOST_FACTOR = tl.constexpr(2.0**-105), tl.constexpr(2.0**60)
 
 @triton.jit
 def _store_half(
-    e, z, bias, scale, shift, vocab, tile_row, tile_col, SCALED: tl.constexpr, EVEN_VOCAB: tl.constexpr,
-    WIDTH: tl.constexpr,
+    e, z, bias, scale, shift, vocab, tile_row, tile_col, SCALED: tl.constexpr, TRANSFORM: tl.constexpr,
+    EVEN_VOCAB: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the exponentials of half a tile; return their row sums."""
+    """Store the exponentials of half a tile, times the derivative of the transform; return the sums without it."""
     col = tile_col + tl.arange(0, WIDTH)
     # A NaN becomes the ceiling here, and comes back when the row is done anew.
-    p = tl.exp2(tl.minimum(exponent(affine(z, bias, col, scale, vocab, SCALED), shift[:, None]), CEILING))
+    z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
+    p = tl.exp2(tl.minimum(exponent(z, shift[:, None]), CEILING))
     if not EVEN_VOCAB:
         p = tl.where((col < vocab)[None, :], p, 0.0)
-    e.store([tile_row, tile_col], p.to(e.dtype))
-    return tl.sum(p, 1)
+    s = tl.sum(p, 1)
+    e.store([tile_row, tile_col], (p * slope).to(e.dtype))
+    return s
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "programs"])
@@ -52,6 +55,7 @@ def exponentials_kernel(
     hidden,
     programs,
     SCALED: tl.constexpr,
+    TRANSFORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -72,8 +76,10 @@ def exponentials_kernel(
         shift = tl.load(offset + row) * LOG2E
         z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
         left, right = left_and_right(z, BM, BN)
-        s = _store_half(e, left, bias, scale, shift, vocab, tile_row, tile_col, SCALED, EVEN_VOCAB, HALF)
-        s += _store_half(e, right, bias, scale, shift, vocab, tile_row, tile_col + HALF, SCALED, EVEN_VOCAB, HALF)
+        s = _store_half(e, left, bias, scale, shift, vocab, tile_row, tile_col, SCALED, TRANSFORM, EVEN_VOCAB, HALF)
+        s += _store_half(
+            e, right, bias, scale, shift, vocab, tile_row, tile_col + HALF, SCALED, TRANSFORM, EVEN_VOCAB, HALF
+        )
         tl.store(part_sum + column.to(tl.int64) * most + row, s)
 
 
@@ -87,6 +93,7 @@ def finish_kernel(
     g_lse,  # [N] float32
     g_picked,  # [N, K] float32
     picked,  # [N, K] float32
+    slope,  # [N, K] float32: the derivative of the transform there, or None for 1
     e,  # [most, V]: zeroed at the indexed classes
     own,  # [N, K] float32, out: the gradients of the indexed logits, each class once
     gathered,  # [most, D]: the chunk's hidden states, multiplied by their factors here
@@ -145,6 +152,8 @@ def finish_kernel(
             value += tl.where(same, tl.load(g_picked + source * indexed + other, mask=there, other=0.0), 0.0)
             # A class that came before has been counted, with all its coefficients.
             counted = counted & ((other >= k) | (same == 0))
+        if slope is not None:
+            value *= tl.load(slope + at, mask=counted, other=0.0)
         tl.store(own + at, tl.where(counted, value * scale, 0.0), mask=there)
         zero = tl.zeros((BLOCK_ROWS,), e.dtype.element_ty)
         tl.store(e + row.to(tl.int64) * e_row + chosen, zero, mask=is_class & usable)

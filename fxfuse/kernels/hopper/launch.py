@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...ops.contract import Upstream
 from .. import tiles
 from ..launcher import launch
+from ..transform import steps
 from . import products
 from .dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
 from .exponentials import exponentials_kernel, finish_kernel
@@ -91,6 +92,7 @@ class Call:
     index: Tensor
     class_weight: Tensor | None
     scale: float
+    transform: str
 
     @functools.cached_property
     def signature(self) -> tuple[object, ...]:
@@ -100,8 +102,18 @@ class Call:
             *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in (self.input, self.weight)),
             *(None if t is None else t.dtype for t in (self.bias, self.class_weight)),
             self.scale != 1.0,
+            self.transform,
             tiles.dot_precision(self.input.dtype),
         )
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[str, float], ...]:
+        """The transform as kernels take it."""
+        return steps(self.transform)
+
+    def slopes(self) -> Tensor | None:
+        """Where to put the derivative of the transform at the indexed logits."""
+        return torch.zeros(self.index.shape, dtype=torch.float32, device=self.input.device) if self.steps else None
 
     # --- sizes ------------------------------------------------------------------------------------------------
 
@@ -256,8 +268,8 @@ class Call:
             num_warps=4,
         )
 
-    def pick(self, listed: Listed, picked: Tensor) -> None:
-        """The logits at ``index`` of the listed rows."""
+    def pick(self, listed: Listed, picked: Tensor, slope: Tensor | None = None) -> None:
+        """The logits at ``index`` of the listed rows; and if wanted the derivative of the transform there."""
         indexed = self.index.shape[1]
         if indexed == 0:
             return
@@ -274,6 +286,7 @@ class Call:
             self.index,
             *listed,
             picked,
+            slope,
             self.scale,
             self.vocab,
             self.hidden,
@@ -283,6 +296,7 @@ class Call:
             tile.hidden * self.input.stride(1),
             tile.hidden * self.weight.stride(1),
             SCALED=self.scale != 1.0,
+            TRANSFORM=self.steps,
             PRECISION=tiles.dot_precision(self.input.dtype),
             BM=size,
             BK=tile.hidden,
@@ -361,6 +375,7 @@ class Call:
             self.hidden,
             programs,
             SCALED=self.scale != 1.0,
+            TRANSFORM=self.steps,
             TRANSPOSED=self.transposed,
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             FLATTEN=True,
@@ -417,6 +432,7 @@ class Call:
         scratch: Tensor,
         up: Upstream,
         out: Stats,
+        slope: Tensor | None,
         factor: Tensor,
         own: Tensor,
         bad: Bad,
@@ -447,6 +463,7 @@ class Call:
             self.hidden,
             programs,
             SCALED=self.scale != 1.0,
+            TRANSFORM=self.steps,
             TRANSPOSED=self.transposed,
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             FLATTEN=True,
@@ -464,6 +481,7 @@ class Call:
             up.lse,
             up.picked,
             out.picked,
+            slope,
             e,
             own,
             gathered,
@@ -515,6 +533,7 @@ class Call:
             e.stride(0),
             self.programs,
             SCALED=self.scale != 1.0,
+            TRANSFORM=self.steps,
             TRANSPOSED=self.transposed,
             **self.launch_options(tile),
         )
@@ -527,6 +546,7 @@ class Call:
         gathered: Tensor,
         dz: Tensor,
         stats: Stats,
+        slope: Tensor | None,
         up: Upstream,
         normalise: Tensor | None = None,
     ) -> None:
@@ -558,6 +578,7 @@ class Call:
             self.hidden,
             programs,
             SCALED=self.scale != 1.0,
+            TRANSFORM=self.steps,
             TRANSPOSED=self.transposed,
             FLATTEN=True,
             **self.launch_options(tile),
@@ -573,6 +594,7 @@ class Call:
                 rows.length,
                 class_weight,
                 stats.picked,
+                slope,
                 stats.lse,
                 stats.residual,
                 up.lse,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..transform import transformed
 from .schedule import chunk_bounds
 
 
@@ -175,6 +176,7 @@ def pick_kernel(
     order,  # [N] int32
     length,  # [1] int32
     picked,  # [N, K] float32, out: 0 where the index is no class
+    slope,  # [N, K] float32, out: the derivative of the transform there; or None
     scale,
     vocab,
     hidden,
@@ -186,6 +188,7 @@ def pick_kernel(
     x_step,  # BK * x_col and BK * w_col, made on the host: they may exceed 32 bits
     w_step,
     SCALED: tl.constexpr,
+    TRANSFORM: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
@@ -221,4 +224,7 @@ def pick_kernel(
     if SCALED:
         z *= scale
     diagonal = tl.arange(0, BM)[:, None] == tl.arange(0, BM)[None, :]
-    tl.store(picked + row * indexed + k, tl.where(known, tl.sum(tl.where(diagonal, z, 0.0), 1), 0.0), mask=there)
+    z, derivative = transformed(tl.sum(tl.where(diagonal, z, 0.0), 1), TRANSFORM)
+    tl.store(picked + row * indexed + k, tl.where(known, z, 0.0), mask=there)
+    if slope is not None:
+        tl.store(slope + row * indexed + k, tl.where(known, derivative, 0.0), mask=there)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..transform import transformed
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -60,16 +62,17 @@ def left_and_right(z, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def affine(z, bias, col, scale, vocab, SCALED: tl.constexpr):
-    """Logits from products ``z [BM, W]`` at the classes ``col [W]``: the bias added, then scaled.
+def logits_of(z, bias, col, scale, vocab, SCALED: tl.constexpr, TRANSFORM: tl.constexpr):
+    """Logits from products ``z [BM, W]`` at the classes ``col [W]``: the bias added, then scaled, then transformed.
 
-    Each step is rounded to float32 by itself, so that a logit has the same bits wherever it is made.
+    Each step is rounded to float32 by itself, so that a logit has the same bits wherever it is made. The second result
+    is the derivative of the transform, the number 1 for the identity.
     """
     if bias is not None:
         z += tl.load(bias + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
     if SCALED:
         z *= scale
-    return z
+    return transformed(z, TRANSFORM)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..stats import finite_or_zero, rescale
-from .schedule import LOG2E, affine, chunk_bounds, exponent, log_of_sum, product_tile
+from .schedule import LOG2E, chunk_bounds, exponent, log_of_sum, logits_of, product_tile
 
 
 @triton.jit
@@ -38,6 +38,7 @@ def stats_kernel(
     hidden,
     programs,
     SCALED: tl.constexpr,
+    TRANSFORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -61,13 +62,15 @@ def stats_kernel(
         tile_col = column * BN
         col = tile_col + tl.arange(0, BN)
         z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
-        z = affine(z, bias, col, scale, vocab, SCALED)
+        z, _slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
         if part_class_sum is not None:
             if class_weight is not None:
                 c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
                 class_sum += tl.sum(z * c[None, :], 1)
-            else:  # past the vocabulary z is 0
+            elif EVEN_VOCAB or len(TRANSFORM) == 0:  # past the vocabulary z is 0
                 class_sum += tl.sum(z, 1)
+            else:
+                class_sum += tl.sum(tl.where((col < vocab)[None, :], z, 0.0), 1)
         if not EVEN_VOCAB:
             z = tl.where((col < vocab)[None, :], z, float("-inf"))
 

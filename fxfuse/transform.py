@@ -1,0 +1,95 @@
+"""Pointwise functions of one logit: what a program does to logits between their projection and their readers.
+
+A transform is a chain of steps, each a function of one number with at most one constant. It is written as text, in
+which form the ops take it, ``"tanh mul:30.0"``. Softcap as in Gemma 2 is that after a scale of 1/30.
+
+To add a function: here, its Triton twin in ``kernels/transform.py``, and a rule for what programs call it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Step(NamedTuple):
+    """One function: ``name`` is a key of ``FUNCTIONS``, ``number`` its constant where it has one."""
+
+    name: str
+    number: float = 0.0
+
+
+Transform = tuple[Step, ...]
+
+
+def _tanh(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    value = z.tanh()
+    return value, lambda: 1 - value * value
+
+
+def _sigmoid(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    value = z.sigmoid()
+    return value, lambda: value * (1 - value)
+
+
+# For each function: from z and the constant to the value, and to what makes the derivative there.
+FUNCTIONS: dict[str, Callable[[Tensor, float], tuple[Tensor, Callable[[], Tensor]]]] = {
+    "mul": lambda z, number: (z * number, lambda: z.new_full((), number)),
+    "add": lambda z, number: (z + number, lambda: z.new_ones(())),
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+}
+CONSTANTS = ("mul", "add")
+
+
+def encode(transform: Transform) -> str:
+    """The transform as text, which ``decode`` reads back exactly."""
+    return " ".join(f"{step.name}:{step.number!r}" if step.name in CONSTANTS else step.name for step in transform)
+
+
+@functools.lru_cache(maxsize=256)
+def decode(text: str) -> Transform:
+    """The transform that ``text`` names.
+
+    Raises:
+        ValueError: a function that is not known, or a constant missing, superfluous or not a number.
+    """
+    steps = []
+    for word in text.split():
+        name, colon, number = word.partition(":")
+        if name not in FUNCTIONS or bool(colon) != (name in CONSTANTS):
+            raise ValueError(f"{word!r} is no step of a transform of logits; there are {', '.join(FUNCTIONS)}")
+        steps.append(Step(name, float(number) if colon else 0.0))
+    return tuple(steps)
+
+
+def then(transform: Transform, step: Step) -> Transform:
+    """``transform`` followed by ``step``; products with numbers that meet become one."""
+    if step.name == "mul" and transform and transform[-1].name == "mul":
+        return (*transform[:-1], Step("mul", transform[-1].number * step.number))
+    return (*transform, step)
+
+
+def steepest(transform: Transform) -> float:
+    """A bound of the absolute value of the derivative."""
+    return math.prod({"mul": abs(step.number), "sigmoid": 0.25}.get(step.name, 1.0) for step in transform)
+
+
+def apply(transform: Transform, z: Tensor) -> Tensor:
+    """The transform of each element of ``z``."""
+    for step in transform:
+        z, _ = FUNCTIONS[step.name](z, step.number)
+    return z
+
+
+def apply_with_slope(transform: Transform, z: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The same, and its derivative there: of the shape of ``z``, or None for the identity."""
+    slope = None
+    for step in transform:
+        z, derivative = FUNCTIONS[step.name](z, step.number)
+        slope = derivative() if slope is None else derivative() * slope
+    return z, None if slope is None else slope.expand(z.shape)
