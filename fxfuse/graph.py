@@ -21,7 +21,7 @@ from .algebra import ClassTensor, Emit, Handle, Head, Logits, Reader
 from .mutation import Timeline, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
 from .options import Options
-from .passes import compute, computes_again
+from .passes import KEPT, compute, computes_again
 from .reasons import Reason, because
 from .report.records import Site
 from .report.source import function_name, location, module_path
@@ -429,7 +429,7 @@ def _site(candidate: Candidate, variant: str) -> Site:
         vocab=_number(head.vocab),
         dtype=str(head.dtype).removeprefix("torch."),
         variant=variant,
-        bytes_saved=_bytes_saved(candidate) if fused else 0,
+        bytes_saved=_bytes_saved(candidate, variant) if fused else 0,
         reason=candidate.kept,
     )
 
@@ -438,14 +438,17 @@ def _number(size: Any) -> int | str:
     return size if isinstance(size, int) else str(size)
 
 
-def _bytes_saved(candidate: Candidate) -> int:
-    """Bytes of logits, of each conversion of them to another dtype, and of their gradient."""
+def _bytes_saved(candidate: Candidate, variant: str) -> int:
+    """Bytes of logits, of each conversion of them to another dtype, and of their gradient.
+
+    Exponentials that are kept stand in the gradient's place.
+    """
     elements = _rows(candidate) * candidate.head.vocab
     dtype = candidate.head.dtype
     size = dtype.itemsize
     converted = {reader.source.dtype for _, reader in candidate.readers} - {dtype}
     size += sum(other.itemsize for other in converted)
-    if any(reader.source.requires_grad for _, reader in candidate.readers):
+    if variant != KEPT and any(reader.source.requires_grad for _, reader in candidate.readers):
         size += dtype.itemsize
     return elements * size
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from . import ops
-from .algebra import Emit, Handle, Head, Reader, Statistics, with_offset
+from .algebra import Coefficients, Emit, Handle, Head, Reader, Statistics, with_offset
 from .ops.contract import acc_dtype
+from .ops.cuda import keeps_exponentials
 from .transform import encode
 
 IN_FORWARD = "gradients in forward"
+KEPT = "exponentials kept for the backward"
 RECOMPUTED = "recompute in backward"
 FORWARD_ONLY = "forward only"
 
@@ -30,8 +32,8 @@ def _makes_gradients_in_forward(readers: Sequence[Reader]) -> bool:
 def compute(emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bool) -> tuple[str, list[Handle]]:
     """Emit what ``readers``, which read the same rows of ``head``, return.
 
-    A single scalar reader gets its gradients in the forward pass. Under activation checkpointing the forward runs
-    twice, so there they are computed in the backward.
+    A single scalar reader gets its gradients in the forward pass, or from what that keeps. Under activation
+    checkpointing the forward runs twice, so there they are computed in the backward.
 
     Returns:
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
@@ -41,8 +43,8 @@ def compute(emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bo
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in operands]
     prepared = _operands(emit, head, readers[0])
     if _makes_gradients_in_forward(readers) and not (in_checkpoint and any(needs)):
-        results = [_loss(emit, readers[0], prepared, needs)]
-        return (IN_FORWARD if any(needs) else FORWARD_ONLY), results
+        variant, result = _loss(emit, readers[0], prepared, needs)
+        return variant, [result]
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), _statistics(emit, readers, prepared)
 
 
@@ -79,7 +81,7 @@ def _options(reader: Reader) -> dict[str, str]:
     return {"transform": encode(transform)} if transform else {}
 
 
-def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[bool]) -> Handle:
+def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[bool]) -> tuple[str, Handle]:
     assert reader.index is not None and reader.coefficients is not None
     index = reader.index.make(emit)
     c = reader.coefficients(emit, index)
@@ -87,8 +89,22 @@ def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[
     if c_lse is None:
         c_lse = emit(torch.zeros_like, emit(torch.select, c.log_prob, 1, 0))
     weight, scale, options = _class_weight(emit, reader), reader.source.scale, _options(reader)
-    out = emit(ops.linear_loss, *operands, index, weight, scale, c_lse, c.log_prob, c.class_sum, *needs, **options)
-    return with_offset(emit, emit(operator.getitem, out, 0), c)
+    arguments = *operands, index, weight, scale, c_lse, c.log_prob, c.class_sum
+    # Its backward reads input and weight, which eager's does too only where both need gradients.
+    if needs[0] and needs[1] and _keeps_exponentials(emit, operands, index, c, options):
+        variant, out = KEPT, emit(ops.linear_loss_exponentials, *arguments, **options)
+    else:
+        variant = IN_FORWARD if any(needs) else FORWARD_ONLY
+        out = emit(ops.linear_loss, *arguments, *needs, **options)
+    return variant, with_offset(emit, emit(operator.getitem, out, 0), c)
+
+
+def _keeps_exponentials(
+    emit: Emit, operands: tuple[Handle, ...], index: Handle, c: Coefficients, options: dict[str, str]
+) -> bool:
+    input, weight = (emit.example(handle) for handle in operands[:2])
+    indexed = emit.example(index).shape[1]
+    return keeps_exponentials(input, weight, indexed, c.class_sum is not None, options.get("transform", ""))
 
 
 def _statistics(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...]) -> list[Handle]:

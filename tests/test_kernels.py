@@ -260,6 +260,39 @@ def softcap(dtype: torch.dtype) -> None:
     check_gradients(p)
 
 
+@case(routes=("described",))
+def kept_exponentials() -> None:
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    if not tiles.has_descriptors(torch.empty(0, 16, dtype=dtype, device=DEVICE)):
+        return  # an older GPU keeps none
+    rows, hidden, vocab = (333, 512, 8191) if HAS_GPU else (37, 48, 131)
+    for options in (
+        {},
+        {"idle": 1.0},
+        {"bias": True, "class_sum": True, "class_weight": True, "scale": 0.7, "idle": 0.3},
+        {"bias": True, "scale": 1 / 4, "transform": "tanh mul:4.0"},
+        {"indexed": 0, "class_sum": True},
+    ):
+        p = problem(rows, hidden, vocab, dtype, **options)
+        p.x[5] *= 100  # the offset of this row is bad
+        known = {"transform": p.transform}
+        loss, *kept = cuda.linear_loss_exponentials(*p.operands, *p.upstream, **known)
+        before = [t.clone() for t in kept]
+        g = torch.full((), -3.0, device=DEVICE)
+        for _ in range(2):  # what is kept survives a backward
+            got = cuda.linear_loss_exponentials_backward(*p.operands, p.g_class_sum, g, *kept, True, True, True)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(kept, before, strict=True))
+        same_loss, *_ = cuda.linear_loss(*p.operands, *p.upstream, False, False, False, **known)
+        exact = p.double()
+        _, *want = reference.linear_loss(*exact.operands, *exact.upstream, True, True, True, **known)
+        eager = eager_gradients(p)
+        assert abs(float(loss) - float(same_loss)) <= 1e-5 * abs(float(same_loss)) + 1e-4
+        for name, a, b, e in zip(("input", "weight", "bias"), got, want, [*eager, torch.zeros(vocab)], strict=False):
+            floor = GRADIENT_FLOOR[dtype]
+            most = 1.5 * (error(e, b) if name != "bias" or p.bias is not None else 4e-3) + floor
+            assert error(a, -3 * b) <= most, (options, name, error(a, -3 * b), most)
+
+
 @case(each_dtype=True)
 def transforms_with_every_option(dtype: torch.dtype) -> None:
     rows, hidden, vocab = (200, 512, 5001) if HAS_GPU else (37, 32, 131)

@@ -18,6 +18,7 @@ from helpers import (
     assert_no_worse_than_eager,
     doubled,
     floor,
+    new_sites,
     problem,
     relative_error,
     upstream,
@@ -28,7 +29,7 @@ from torch.library import opcheck
 
 import fxfuse  # noqa: F401
 from fxfuse import FxfuseError, ops
-from fxfuse.ops import chunked, reference
+from fxfuse.ops import chunked, cuda, reference
 from fxfuse.ops.contract import acc_dtype, stash_dtype
 
 STATISTICS = ("lse", "picked", "log_prob", "class_sum")
@@ -831,3 +832,39 @@ def test_the_residual_is_what_rounding_took_from_lse(shift: float, device: str) 
     top = z.amax(1)
     log_total = (z - top[:, None]).exp().sum(1).log()
     torch.testing.assert_close((lse.double() - top) + residual.double(), log_total, rtol=1e-5, atol=1e-5)
+
+
+# --- exponentials kept for the backward -----------------------------------------------------------------------
+
+
+def test_few_rows_keep_their_exponentials_where_a_gpu_has_the_kernels(device: str) -> None:
+    p = problem(96, 128, 2000, torch.bfloat16, device)
+    fast = device == "cuda" and torch.cuda.get_device_capability()[0] in (9, 10)
+    assert cuda.keeps_exponentials(p.input, p.weight, 1, False, "") == fast
+    assert not cuda.keeps_exponentials(p.input.repeat(2, 1), p.weight, 1, False, "")  # more rows than hidden units
+    assert not cuda.keeps_exponentials(p.input, p.weight, 2, False, "")
+    assert not cuda.keeps_exponentials(p.input, p.weight, 1, True, "tanh")
+    if not fast:
+        return
+    index, *c = loss_arguments(p, 1)
+    shared = (p.input, p.weight, p.bias, index, p.class_weight, 0.5)
+    opcheck(ops.linear_loss_exponentials, (*shared, *c))
+    needs = [t.detach().requires_grad_() for t in (p.input, p.weight, p.bias)]
+    opcheck(ops.linear_loss_exponentials, (*needs, *shared[3:], *c), {"transform": ""})
+
+    def step(input: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy((input @ weight.t()).float(), p.target, label_smoothing=0.1) * 5
+
+    torch._dynamo.reset()
+    fused = torch.compile(step, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})
+    operands = (p.input, p.weight)
+    exact = value_and_grads(step, *doubled(*operands))
+    with new_sites() as sites:
+        got = value_and_grads(fused, *operands)
+    assert [site.variant for site in sites] == ["exponentials kept for the backward"]
+    assert_no_worse_than_eager(got, value_and_grads(step, *operands), exact, floor((96, 128, 2000), torch.bfloat16))
+    # Operands that began off a vector's boundary when the program runs, which nobody knows when it is compiled.
+    moved = torch.empty(p.weight.numel() + 1, dtype=torch.bfloat16, device=device)[1:].view_as(p.weight)
+    moved.copy_(p.weight)
+    for a, b in zip(value_and_grads(fused, p.input, moved), got, strict=True):
+        assert torch.equal(a, b)

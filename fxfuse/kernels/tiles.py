@@ -98,6 +98,11 @@ def row_block(device: torch.device) -> int:
     return INTERPRETED.rows if machine(device).generation == "interpreter" else ROW_BLOCK
 
 
+def padded(classes: int) -> int:
+    """The length of rows of so many classes that begin on whole vectors."""
+    return -(-classes // 64) * 64
+
+
 def described(kernel: str, input: Tensor) -> Tile:
     """The tile of a kernel on descriptors for hidden states ``input [N, D]``."""
     if machine(input.device).generation == "interpreter":

@@ -3,7 +3,9 @@
 ``contract`` says what they compute.  ``linear_stats`` is the general op; its backward recomputes the softmax
 from the saved log-sum-exp.  ``linear_loss`` is for a scalar that is linear in the statistics with coefficients
 known beforehand: its gradients are made in the forward pass, where the exponentials are at hand, and only scaled
-in the backward.  ``check_index`` validates class indices the way ``nll_loss`` and ``gather`` do.
+in the backward.  ``linear_loss_exponentials`` is the same but keeps the exponentials and makes the gradients in the
+backward: for few rows on some GPUs, where ``cuda.keeps_exponentials`` says so, and nowhere else.  ``check_index``
+validates class indices the way ``nll_loss`` and ``gather`` do.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
 from ..compat import forward_ad_active
+from ..kernels.tiles import padded, row_block
 from . import chunked, cuda
 from .contract import acc_dtype, stash_dtype
 
@@ -32,6 +35,10 @@ for _schema in (
     f" Tensor? g_class_sum, {_NEEDS}, *, str transform='') -> (Tensor, Tensor, Tensor)",
     f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS},"
     " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
+    f"linear_loss_exponentials({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, *,"
+    " str transform='') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"linear_loss_exponentials_backward({_OPERANDS}, Tensor? c_class_sum, Tensor g, Tensor e, Tensor gathered,"
+    f" Tensor factor, Tensor own, Tensor order, Tensor length, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
 ):
     _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -39,6 +46,8 @@ check_index = torch.ops.fxfuse.check_index.default
 linear_stats = torch.ops.fxfuse.linear_stats.default
 linear_stats_backward = torch.ops.fxfuse.linear_stats_backward.default
 linear_loss = torch.ops.fxfuse.linear_loss.default
+linear_loss_exponentials = torch.ops.fxfuse.linear_loss_exponentials.default
+linear_loss_exponentials_backward = torch.ops.fxfuse.linear_loss_exponentials_backward.default
 
 
 # --- which code runs where ------------------------------------------------------------------------------------
@@ -64,6 +73,8 @@ def _guarded(op: str, device: str, implementation: Any) -> Any:
 
 for _name in ("linear_stats", "linear_stats_backward", "linear_loss"):
     _lib.impl(_name, _guarded(_name, "cpu", getattr(chunked, _name)), "CPU")
+    _lib.impl(_name, _guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
+for _name in ("linear_loss_exponentials", "linear_loss_exponentials_backward"):
     _lib.impl(_name, _guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
 
 
@@ -168,6 +179,36 @@ def _linear_loss_fake(
     return loss, *_gradients_fake(input, weight, needs, (stash_dtype(input.dtype),) * 3)  # type: ignore[arg-type]
 
 
+@torch.library.register_fake("fxfuse::linear_loss_exponentials", lib=_lib)
+def _linear_loss_exponentials_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    c_lse: Tensor,
+    c_log_prob: Tensor,
+    c_class_sum: Tensor | None,
+    *,
+    transform: str = "",
+) -> tuple[Tensor, ...]:
+    (rows, hidden), vocab, acc = input.shape, weight.shape[0], acc_dtype(input.dtype)
+    block = row_block(input.device)
+    most = -(-rows // block) * block
+    sizes = (((), acc), ((most, padded(vocab)), input.dtype), ((most, hidden), input.dtype), ((most,), acc))
+    lists = ((tuple(index.shape), acc), ((rows,), torch.int32), ((1,), torch.int32))
+    return tuple(input.new_empty(shape, dtype=dtype) for shape, dtype in (*sizes, *lists))
+
+
+@torch.library.register_fake("fxfuse::linear_loss_exponentials_backward", lib=_lib)
+def _linear_loss_exponentials_backward_fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    return _gradients_fake(input, weight, rest[-3:], dtypes)
+
+
 # --- autograd -------------------------------------------------------------------------------------------------
 
 
@@ -245,5 +286,32 @@ def _loss_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return *grads, *(None,) * 9
 
 
+def _exponentials_setup(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]
+) -> None:
+    constants = {4: "class_weight", 6: "c_lse", 7: "c_log_prob", 8: "c_class_sum"}
+    _refuse_differentiable(ctx, constants, "linear_loss_exponentials")
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.scale = inputs[5]
+    ctx.save_for_backward(*inputs[:5], inputs[8], *output[1:])
+
+
+def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    _refuse_second_order("linear_loss_exponentials")
+    nothing = (None,) * 6
+    if g is None:
+        return None, None, None, *nothing
+    *operands, c_class_sum, e, gathered, factor, own, order, length = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    grads = linear_loss_exponentials_backward(
+        *operands, ctx.scale, c_class_sum, g, e, gathered, factor, own, order, length, *needs
+    )
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
+
+
 torch.library.register_autograd("fxfuse::linear_stats", _stats_backward, setup_context=_stats_setup, lib=_lib)
 torch.library.register_autograd("fxfuse::linear_loss", _loss_backward, setup_context=_loss_setup, lib=_lib)
+torch.library.register_autograd(
+    "fxfuse::linear_loss_exponentials", _exponentials_backward, setup_context=_exponentials_setup, lib=_lib
+)

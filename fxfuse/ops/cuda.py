@@ -132,6 +132,79 @@ def linear_loss(
     return loss, *head.gradients(lse, residual, up, needs, (stash_dtype(input.dtype),) * 3)
 
 
+def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_sum: bool, transform: str) -> bool:
+    """Whether a loss should keep its exponentials for the backward, rather than gradients that are scaled there.
+
+    With no more rows than hidden units they take no more memory than d_weight, and the pass that scales it is spared.
+    Only sizes and layouts are looked at, which are known when a program is compiled; symbolic sizes are left alone.
+    """
+    if torch.compiler.is_dynamo_compiling():  # which traces its callers, and could not trace this
+        return False
+    (rows, hidden), vocab = input.shape, weight.shape[0]
+    if not all(isinstance(size, int) for size in (rows, hidden, vocab)):
+        return False
+    if input.device.type != "cuda" or not _has_kernels(input, weight) or not 0 < rows <= hidden:
+        return False
+    return (
+        tiles.has_descriptors(input)
+        and _hopper().fits(input, weight)
+        and _hopper().suits_exponentials(input.dtype, indexed, want_class_sum, transform)
+        and rows * vocab * input.dtype.itemsize <= _hopper().MOST_EXPONENTIALS_BYTES
+    )
+
+
+def linear_loss_exponentials(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    c_lse: Tensor,
+    c_log_prob: Tensor,
+    c_class_sum: Tensor | None,
+    *,
+    transform: str = "",
+) -> tuple[Tensor, ...]:
+    call = _Head.of(input, _on_vectors(weight), bias, index, class_weight, scale, transform).call()
+    with _current(input.device):
+        c = _Upstream(c_lse, c_log_prob, c_class_sum).contiguous()
+        loss, kept = _hopper().loss_and_exponentials(call, c)
+    return loss, *kept
+
+
+def linear_loss_exponentials_backward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    c_class_sum: Tensor | None,
+    g: Tensor,
+    e: Tensor,
+    gathered: Tensor,
+    factor: Tensor,
+    own: Tensor,
+    order: Tensor,
+    length: Tensor,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = _Head.of(input, _on_vectors(weight), bias, index, class_weight, scale, "").call()
+    kept = _hopper().Kept(e, gathered, factor, own, order, length)
+    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    needs = (need_input, need_weight, need_bias)
+    with _current(input.device):
+        return _hopper().kept_gradients(call, kept, c_class_sum, g.contiguous(), needs, dtypes)
+
+
+def _on_vectors(weight: Tensor) -> Tensor:
+    """The weight on 16 bytes: whether it lies there was not known when it was chosen to keep exponentials."""
+    return weight if weight.data_ptr() % 16 == 0 else weight.clone()
+
+
 # --- the head and its gradients -------------------------------------------------------------------------------
 
 

@@ -11,14 +11,29 @@ four: the statistics, the gradient of the logits from logits made anew, dX and d
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..kernels.hopper.launch import Call, Listed, Stats, Sum, takes
+from ..kernels import tiles
+from ..kernels.hopper.launch import Bad, Call, Listed, Own, Rows, Stats, Sum, fits, takes
 from ..transform import decode, steepest
 from .contract import Upstream, normalisation, stash_dtype
 
-__all__ = ["Call", "linear_loss", "linear_stats", "linear_stats_backward", "takes"]
+__all__ = [
+    "Call",
+    "Kept",
+    "fits",
+    "kept_gradients",
+    "linear_loss",
+    "linear_stats",
+    "linear_stats_backward",
+    "loss_and_exponentials",
+    "suits_exponentials",
+    "takes",
+]
 
 # A chunk of exponentials: so many rows that adding it to dW costs little beside its product, within these bytes.
 MOST_EXPONENTIALS_BYTES = 1536 << 20
@@ -80,48 +95,116 @@ class _Gradients:
                 if self.need_bias:
                     call.add_bias(rows, chunk, window, here, self.d_bias)
 
+    def from_exponentials(
+        self, made: _Exponentials, chunk: int, sums: tuple[Sum, Sum], classes: Own | None, parts: Tensor
+    ) -> None:
+        """The products of a chunk that has just been made."""
+        call, rows, k, everything = self.call, made.rows, made.kept, slice(0, self.call.vocab)
+        e = k.e[:, : call.vocab]
+        if self.need_bias:
+            call.add_bias(rows, chunk, everything, e, self.d_bias, k.factor)
+            if made.undo is not None:
+                self.d_bias *= made.undo
+        if classes is not None:
+            call.own_of(rows, chunk, k.own, classes, self.d_bias if self.need_bias else None)
+        if self.need_input:
+            call.add_input(
+                rows, chunk, everything, e, sums[0], parts, True, True, k.factor, made.undo, made.rank_one, k.own
+            )
+        if self.need_weight:
+            call.add_weight(
+                rows, chunk, everything, e, k.gathered, sums[1], made.undo, class_row=made.weight_row, own=classes
+            )
+
     def exponentials(self, listed: Listed, stats: Stats, up: Upstream) -> None:
         """The statistics and the gradients together, from scaled exponentials."""
         call = self.call
         rows = call.cut(listed, _rows_of_exponentials(call))
-        d_input, d_weight = _begin(self.d_input, 1), _begin(self.d_weight, rows.chunks)
-        gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
-        e = call.exponentials_buffer(rows.most, call.vocab)
+        sums = _begin(self.d_input, 1), _begin(self.d_weight, rows.chunks)
+        classes = call.own_classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
+        made = _Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
+        made.class_sums(up, self.need_weight)
         # The sums of the tiles are read before the parts of d_input are written.
         scratch = call.empty(max(call.parts_size(), call.sums_size(rows.most)))
-        offset, factor, own = call.empty(rows.most), call.empty(rows.most), torch.zeros_like(up.picked)
-        classes = call.own_classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
-        # Bad rows have been dealt with before the classes' rows are written: they share memory.
-        shared = call.empty(rows.most, call.hidden) if classes is None else classes.rows
-        bad = call.no_bad(rows, shared.view(-1).view(e.dtype)[: gathered.numel()].view_as(gathered))
-        row_sum = bias_sum = rank_one = weight_row = None
-        if up.class_sum is not None:
-            # The sum over the classes is linear, so what it gives to the gradients is a matrix of rank one.
-            row_sum = call.weighted_sum(call.weight, call.class_weight)
-            rank_one = up.class_sum, row_sum * call.scale
-            if call.bias is not None:
-                bias_sum = (call.bias.float() * (1.0 if call.class_weight is None else call.class_weight)).sum()
-            if self.need_weight:
-                weight_row = call.weighted_sum(call.input, up.class_sum) * call.scale
-        slope = call.slopes()
-        call.pick(listed, stats.picked, slope)
-        everything = slice(0, call.vocab)
         for chunk in range(rows.chunks):
-            call.gather(rows, chunk, gathered, stats.picked, offset, row_sum, bias_sum, stats.class_sum)
-            call.exponentials_of(rows, chunk, gathered, offset, e, scratch, up, stats, slope, factor, own, bad)
-            if self.need_bias:
-                call.add_bias(rows, chunk, everything, e, self.d_bias, factor)
-            if classes is not None:
-                call.own_of(rows, chunk, own, classes, self.d_bias if self.need_bias else None)
-            if self.need_input:
-                call.add_input(
-                    rows, chunk, everything, e, d_input, scratch, True, True, factor, rank_one=rank_one, own=own
-                )
-            if self.need_weight:
-                call.add_weight(rows, chunk, everything, e, gathered, d_weight, class_row=weight_row, own=classes)
+            made.make(chunk, scratch)
+            self.from_exponentials(made, chunk, sums, classes, scratch)
+        self.finish_class_sums(up)
+
+    def finish_class_sums(self, up: Upstream) -> None:
         if self.need_bias and up.class_sum is not None:
-            c = 1.0 if call.class_weight is None else call.class_weight
-            self.d_bias += up.class_sum.sum() * call.scale * c
+            c = 1.0 if self.call.class_weight is None else self.call.class_weight
+            self.d_bias += up.class_sum.sum() * self.call.scale * c
+
+
+class Kept(NamedTuple):
+    """Exponentials of a chunk, and what their products need beside them."""
+
+    e: Tensor  # [most, at least V]
+    gathered: Tensor  # [most, D]: hidden states times their factors
+    factor: Tensor  # [most] float32
+    own: Tensor  # [N, K] float32
+    order: Tensor  # [N] int32
+    length: Tensor  # [1] int32
+
+
+@dataclasses.dataclass
+class _Exponentials:
+    """Scaled exponentials of one chunk after the other."""
+
+    call: Call
+    rows: Rows
+    kept: Kept
+    stats: Stats
+    up: Upstream
+    # Before the products: the offsets, the derivatives of the transform at the indexed logits, the bad rows.
+    offset: Tensor | None = None
+    slope: Tensor | None = None
+    bad: Bad | None = None
+    # What class sums give: the sum over the classes is linear, so that is a matrix of rank one.
+    row_sum: Tensor | None = None
+    bias_sum: Tensor | None = None
+    rank_one: tuple[Tensor, Tensor] | None = None
+    weight_row: Tensor | None = None
+    # A factor of the products, [1].
+    undo: Tensor | None = None
+
+    @classmethod
+    def begin(cls, call: Call, rows: Rows, stats: Stats, up: Upstream, shared: Tensor | None = None) -> _Exponentials:
+        """``shared [most, D]`` float32 is memory that ``make`` may use for bad rows: what it holds is lost."""
+        gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
+        e = call.empty(rows.most, tiles.padded(call.vocab), dtype=call.input.dtype)
+        kept = Kept(e, gathered, call.empty(rows.most), torch.zeros_like(up.picked), rows.order, rows.length)
+        bad_rows = torch.empty_like(gathered)
+        if shared is not None:
+            bad_rows = shared.view(-1).view(e.dtype)[: gathered.numel()].view_as(gathered)
+        slope = call.slopes()
+        call.pick(Listed(rows.order, rows.length), stats.picked, slope)
+        return cls(call, rows, kept, stats, up, call.empty(rows.most), slope, call.no_bad(rows, bad_rows))
+
+    def class_sums(self, up: Upstream, need_weight: bool) -> None:
+        """Prepare what class sums give, to their statistic and to the gradients."""
+        if up.class_sum is None:
+            return
+        call = self.call
+        self.row_sum = call.weighted_sum(call.weight, call.class_weight)
+        self.rank_one = up.class_sum, self.row_sum * call.scale
+        if call.bias is not None:
+            self.bias_sum = (call.bias.float() * (1.0 if call.class_weight is None else call.class_weight)).sum()
+        if need_weight:
+            self.weight_row = call.weighted_sum(call.input, up.class_sum) * call.scale
+
+    def make(self, chunk: int, scratch: Tensor) -> None:
+        call, k = self.call, self.kept
+        assert self.offset is not None and self.bad is not None
+        call.gather(
+            self.rows, chunk, k.gathered, self.stats.picked, self.offset, self.row_sum, self.bias_sum,
+            self.stats.class_sum,
+        )  # fmt: skip
+        call.exponentials_of(
+            self.rows, chunk, k.gathered, self.offset, k.e[:, : call.vocab], scratch, self.up, self.stats, self.slope,
+            k.factor, k.own, self.bad,
+        )  # fmt: skip
 
 
 def _rows_of_exponentials(call: Call) -> int:
@@ -181,7 +264,7 @@ def linear_loss(
     stats = call.no_stats(want_class_sum, together=True)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
     undo = None
-    if any(needs) and _suits_exponentials(call, want_class_sum):
+    if any(needs) and suits_exponentials(call.input.dtype, call.index.shape[1], want_class_sum, call.transform):
         grads.exponentials(listed, stats, up)
     else:
         call.stats(listed, stats, want_class_sum)
@@ -192,14 +275,45 @@ def linear_loss(
     return call.loss(stats, c), grads.results(undo)
 
 
-def _suits_exponentials(call: Call, want_class_sum: bool) -> bool:
+def loss_and_exponentials(call: Call, c: Upstream) -> tuple[Tensor, Kept]:
+    """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
+    listed, up = call.listed_by_coefficients(c)
+    stats = call.no_stats(c.class_sum is not None, together=True)
+    made = _Exponentials.begin(call, call.cut(listed, call.rows), stats, up)
+    made.class_sums(up, need_weight=False)
+    made.make(0, call.empty(call.sums_size(made.rows.most)))
+    return call.loss(stats, c), made.kept
+
+
+def kept_gradients(
+    call: Call,
+    kept: Kept,
+    c_class_sum: Tensor | None,
+    g: Tensor,
+    needs: tuple[bool, bool, bool],
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``g []`` float32 is the gradient of the loss. ``kept`` is left as it is."""
+    nothing = call.empty(0)
+    up = Upstream(nothing, nothing, None if c_class_sum is None else c_class_sum * g)
+    rows = call.cut(Listed(kept.order, kept.length), call.rows)
+    made = _Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 5), up, undo=g.view(1))
+    made.class_sums(up, needs[1])
+    grads = _Gradients(call, needs, dtypes)
+    classes = call.own_classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
+    sums = _begin(grads.d_input, 1), _begin(grads.d_weight, 1)
+    grads.from_exponentials(made, 0, sums, classes, call.parts())
+    grads.finish_class_sums(up)
+    return grads.results()
+
+
+def suits_exponentials(dtype: torch.dtype, indexed: int, want_class_sum: bool, transform: str) -> bool:
     """Whether gradients can be made from scaled exponentials.
 
     float16 has too narrow a range for them. More classes a row than one would need as many rows of sums. What class
     sums give is of rank one only where logits are not transformed.
     """
-    dtype, indexed = call.input.dtype, call.index.shape[1]
-    return dtype != torch.float16 and indexed <= 1 and not (want_class_sum and call.steps)
+    return dtype != torch.float16 and indexed <= 1 and not (want_class_sum and transform)
 
 
 def _factors(call: Call, up: Upstream) -> tuple[Tensor | None, Tensor | None]:

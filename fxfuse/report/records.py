@@ -27,8 +27,8 @@ class Site:
         hidden: hidden size D.
         vocab: vocabulary size V.
         dtype: dtype of the logits, ``"bfloat16"``.
-        variant: how it is computed: ``"gradients in forward"``, ``"recompute in backward"``, ``"forward only"``;
-            empty when kept.
+        variant: how it is computed: ``"gradients in forward"``, ``"exponentials kept for the backward"``,
+            ``"recompute in backward"``, ``"forward only"``; empty when kept.
         bytes_saved: bytes of the ``[N, V]`` tensors that eager makes at this site and the fused program does not
             (the logits, their converted copy, their gradient); 0 when kept. Dynamic sizes count by their hint.
         reason: why it was kept; None unless it was.

@@ -169,7 +169,7 @@ class Call:
 
     def exponentials_buffer(self, rows: int, classes: int) -> Tensor:
         """``[rows, classes]`` whose rows begin on whole vectors."""
-        return self.empty(rows, -(-classes // 64) * 64, dtype=self.input.dtype)[:, :classes]
+        return self.empty(rows, tiles.padded(classes), dtype=self.input.dtype)[:, :classes]
 
     def sums_size(self, most: int) -> int:
         """Numbers that ``exponentials_of`` needs beside its results."""
@@ -807,9 +807,14 @@ class Call:
 
 
 def takes(input: Tensor, weight: Tensor) -> bool:
-    """Whether these kernels compute with such operands.
+    """Whether these kernels compute with such operands: the weight must also lie on 16 bytes."""
+    return fits(input, weight) and weight.data_ptr() % 16 == 0
 
-    The weight must have one unit stride and lie on 16 bytes. The input is gathered, so its strides do not matter.
+
+def fits(input: Tensor, weight: Tensor) -> bool:
+    """Whether these kernels compute with operands of such shapes, strides and dtypes.
+
+    The weight must have one unit stride. The input is gathered, so its strides do not matter.
     """
     if input.shape[0] == 0 or not tiles.has_descriptors(input):
         return False
@@ -820,7 +825,6 @@ def takes(input: Tensor, weight: Tensor) -> bool:
         and weight.stride(along) == 1
         and weight.stride(1 - along) % vector == 0
         and weight.stride(1 - along) >= weight.shape[along]
-        and weight.data_ptr() % 16 == 0
     )
 
 
