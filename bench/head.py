@@ -9,7 +9,8 @@ vocabulary, of a padded one); ``fwd ÷1`` the loss alone over one product; ``row
 (``reduction="none"``) over four. Each is measured in turns with its products, in one process, several times: medians.
 The card is warm and its power is limited, for both. ``extra`` is the peak of memory above the operands, in MiB, beside
 dX and dW themselves. The errors are relative L2 errors of the gradients against float64. With ignored labels, ``of
-dense`` is the time over that of the same implementation with none ignored.
+dense`` is the time over that of the same implementation with none ignored. ``softcap`` and the like are the time with
+that over the time without.
 """
 
 from __future__ import annotations
@@ -47,6 +48,25 @@ def plain(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, reduction: str = "m
     return F.cross_entropy(F.linear(x, w).float(), y, reduction=reduction)
 
 
+def with_options(bias: torch.Tensor, class_weight: torch.Tensor) -> dict[str, Loss]:
+    """The loss with one thing more each."""
+
+    def capped(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((torch.tanh(F.linear(x, w) / 30) * 30).float(), y)
+
+    return {
+        "softcap": capped,
+        "scale": lambda x, w, y: F.cross_entropy((F.linear(x, w) / 1.3).float(), y),
+        "bias": lambda x, w, y: F.cross_entropy(F.linear(x, w, bias).float(), y),
+        "class weight": lambda x, w, y: F.cross_entropy(F.linear(x, w).float(), y, weight=class_weight),
+        "label smoothing": lambda x, w, y: F.cross_entropy(F.linear(x, w).float(), y, label_smoothing=0.1),
+    }
+
+
+def fused(loss: Loss) -> Loss:
+    return torch.compile(loss, backend="fxfuse", dynamic=False, options={"fxfuse.min_logits_bytes": 0})
+
+
 def peers() -> dict[str, Loss]:
     """Other implementations of the mean loss, of those that are installed here."""
     found: dict[str, Loss] = {}
@@ -77,7 +97,7 @@ def implementations() -> dict[str, Loss]:
     return {
         "eager": plain,
         "inductor": torch.compile(plain, dynamic=False),
-        "fxfuse": torch.compile(plain, backend="fxfuse", dynamic=False, options={"fxfuse.min_logits_bytes": 0}),
+        "fxfuse": fused(plain),
         **peers(),
     }
 
@@ -187,6 +207,15 @@ class Case:
         with torch.no_grad():
             f(self.x, self.w, labels)
 
+    def measure_options(self, f: Loss, row: dict[str, Any]) -> None:
+        vocab = self.shape[2]
+        bias = torch.randn(vocab, device=self.w.device, dtype=self.w.dtype).requires_grad_()
+        for option, loss in with_options(bias, torch.rand(vocab, device=self.w.device)).items():
+            more = fused(loss)
+            row[option] = self.clock.ratio(lambda: self.step(more, self.y), lambda: self.step(f, self.y))[0]  # noqa: B023
+            both = (lambda: self.forward(more, self.y)), lambda: self.forward(f, self.y)  # noqa: B023
+            row[f"fwd {option}"] = self.clock.ratio(*both)[0]
+
     def measure(self, name: str, f: Loss) -> dict[str, Any]:
         """The row of the table."""
         clock, own = self.clock, (self.x.numel() + self.w.numel()) * self.x.element_size() / 2**20
@@ -218,6 +247,8 @@ class Case:
                 self.x.grad = self.w.grad = None
                 peak = peak_mib(lambda: self.per_row(f, g))
                 row["rows extra"] = None if peak is None else peak - own
+            if self.args.options and name == "fxfuse":
+                self.measure_options(f, row)
             if self.shape[0] <= 16:
                 # The weight is read once; a copy reads and writes it.
                 copy = torch.empty_like(self.w)
@@ -262,6 +293,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
     parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64")
     parser.add_argument("--per-row", action="store_true", help="also time the gradients of per-row losses")
+    parser.add_argument("--options", action="store_true", help="also time fxfuse with a softcap, a scale, a bias, "
+                        "class weights and label smoothing, each over the plain loss")  # fmt: skip
     parser.add_argument("--only", action="append", metavar="NAME", choices=list(implementations()),
                         help="measure this implementation only; may be repeated")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the results there too")

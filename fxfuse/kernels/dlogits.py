@@ -8,7 +8,6 @@ from torch import Tensor
 
 from . import tiles
 from .logits import grouped, logits_tile
-from .transform import steps
 
 # Elements to which the rows of the gradient's buffer are padded: Triton stores whole vectors only along strides that
 # it knows to be multiples of 16, and cuBLAS wants rows on 16 bytes.
@@ -173,7 +172,7 @@ def write_dlogits(
         shape.hidden * x.stride(1),
         shape.hidden * weight.stride(1),
         dz.stride(0),
-        TRANSFORM=steps(transform),
+        TRANSFORM=transform,
         PRECISION=tiles.dot_precision(x.dtype),
         EVEN_VOCAB=vocab % shape.vocab == 0,
         EVEN_HIDDEN=hidden % shape.hidden == 0,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from . import tiles
 from .logits import grouped, logits_tile
-from .transform import steps
 
 MERGE_SPLITS, MERGE_ROWS = 32, 32
 
@@ -111,7 +110,7 @@ def stats_kernel(
         )
         if part_class_sum is not None:
             if class_weight is None:
-                if EVEN_VOCAB or len(TRANSFORM) == 0:  # past the vocabulary z is 0
+                if EVEN_VOCAB or TRANSFORM == "":  # past the vocabulary z is 0
                     class_sum += tl.sum(z, 1)
                 else:
                     class_sum += tl.sum(tl.where((col < vocab)[None, :], z, 0.0), 1)
@@ -264,7 +263,7 @@ def row_stats(
         *weight.stride(),
         shape.hidden * x.stride(1),
         shape.hidden * weight.stride(1),
-        TRANSFORM=steps(transform),
+        TRANSFORM=transform,
         PRECISION=tiles.dot_precision(x.dtype),
         EVEN_VOCAB=vocab % shape.vocab == 0,
         EVEN_HIDDEN=hidden % shape.hidden == 0,

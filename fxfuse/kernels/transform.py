@@ -5,12 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..transform import decode
+
+# The text of a transform, taken apart as ``fxfuse.transform.decode`` does; Triton compiles no calls of that.
+@triton.constexpr_function
+def _steps(transform):
+    return len(transform.split())
 
 
-def steps(transform: str) -> tuple[tuple[str, float], ...]:
-    """The steps of a transform as kernels take them."""
-    return tuple((step.name, step.number) for step in decode(transform))
+@triton.constexpr_function
+def _name(transform, i):
+    return transform.split()[i].partition(":")[0]
+
+
+@triton.constexpr_function
+def _number(transform, i):
+    return float(transform.split()[i].partition(":")[2])
 
 
 @triton.jit
@@ -27,20 +36,20 @@ def _tanh(z):
 
 @triton.jit
 def transformed(z, TRANSFORM: tl.constexpr):
-    """(f(z), f'(z)) for the steps TRANSFORM of f; the number 1 for the derivative where there are none."""
+    """(f(z), f'(z)) for the transform f that TRANSFORM names; the number 1 for the derivative of the identity."""
     slope = 1.0
-    for i in tl.static_range(len(TRANSFORM)):
-        if TRANSFORM[i][0] == "mul":
-            derivative = TRANSFORM[i][1]
+    for i in tl.static_range(_steps(TRANSFORM)):
+        if _name(TRANSFORM, i) == "mul":
+            derivative = _number(TRANSFORM, i)
             z = z * derivative
-        elif TRANSFORM[i][0] == "add":
+        elif _name(TRANSFORM, i) == "add":
             derivative = 1.0
-            z = z + TRANSFORM[i][1]
-        elif TRANSFORM[i][0] == "tanh":
+            z = z + _number(TRANSFORM, i)
+        elif _name(TRANSFORM, i) == "tanh":
             z = _tanh(z)
             derivative = 1.0 - z * z
         else:
-            tl.static_assert(TRANSFORM[i][0] == "sigmoid")
+            tl.static_assert(_name(TRANSFORM, i) == "sigmoid")
             z = 1.0 / (1.0 + tl.exp(-z))
             derivative = z * (1.0 - z)
         slope = slope * derivative

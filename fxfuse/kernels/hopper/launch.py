@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...ops.contract import Upstream
 from .. import tiles
 from ..launcher import launch
-from ..transform import steps
 from . import products
 from .dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
 from .exponentials import exponentials_kernel, finish_kernel
@@ -106,14 +105,9 @@ class Call:
             tiles.dot_precision(self.input.dtype),
         )
 
-    @functools.cached_property
-    def steps(self) -> tuple[tuple[str, float], ...]:
-        """The transform as kernels take it."""
-        return steps(self.transform)
-
     def slopes(self) -> Tensor | None:
         """Where to put the derivative of the transform at the indexed logits."""
-        return torch.zeros(self.index.shape, dtype=torch.float32, device=self.input.device) if self.steps else None
+        return torch.zeros(self.index.shape, dtype=torch.float32, device=self.input.device) if self.transform else None
 
     # --- sizes ------------------------------------------------------------------------------------------------
 
@@ -296,7 +290,7 @@ class Call:
             tile.hidden * self.input.stride(1),
             tile.hidden * self.weight.stride(1),
             SCALED=self.scale != 1.0,
-            TRANSFORM=self.steps,
+            TRANSFORM=self.transform,
             PRECISION=tiles.dot_precision(self.input.dtype),
             BM=size,
             BK=tile.hidden,
@@ -375,7 +369,7 @@ class Call:
             self.hidden,
             programs,
             SCALED=self.scale != 1.0,
-            TRANSFORM=self.steps,
+            TRANSFORM=self.transform,
             TRANSPOSED=self.transposed,
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             FLATTEN=True,
@@ -463,7 +457,7 @@ class Call:
             self.hidden,
             programs,
             SCALED=self.scale != 1.0,
-            TRANSFORM=self.steps,
+            TRANSFORM=self.transform,
             TRANSPOSED=self.transposed,
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             FLATTEN=True,
@@ -533,7 +527,7 @@ class Call:
             e.stride(0),
             self.programs,
             SCALED=self.scale != 1.0,
-            TRANSFORM=self.steps,
+            TRANSFORM=self.transform,
             TRANSPOSED=self.transposed,
             **self.launch_options(tile),
         )
@@ -578,7 +572,7 @@ class Call:
             self.hidden,
             programs,
             SCALED=self.scale != 1.0,
-            TRANSFORM=self.steps,
+            TRANSFORM=self.transform,
             TRANSPOSED=self.transposed,
             FLATTEN=True,
             **self.launch_options(tile),

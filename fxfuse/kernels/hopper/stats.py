@@ -67,7 +67,7 @@ def stats_kernel(
             if class_weight is not None:
                 c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
                 class_sum += tl.sum(z * c[None, :], 1)
-            elif EVEN_VOCAB or len(TRANSFORM) == 0:  # past the vocabulary z is 0
+            elif EVEN_VOCAB or TRANSFORM == "":  # past the vocabulary z is 0
                 class_sum += tl.sum(z, 1)
             else:
                 class_sum += tl.sum(tl.where((col < vocab)[None, :], z, 0.0), 1)
