@@ -22,6 +22,8 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from fxfuse.kernels import dlogits, stats, tiles  # noqa: E402
@@ -41,8 +43,12 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int8: "*i8",
 }
-# Compute capability -> its row in the table of tiles, and the least shared memory per block of that row's GPUs.
-TARGETS = {80: ("ampere", 99 << 10), 90: ("hopper", 227 << 10), 100: ("hopper", 227 << 10)}
+# Compute capability -> the machine, and the least shared memory per block of the GPUs that share its tiles.
+TARGETS = {
+    80: (tiles.Machine("ampere", 132), 99 << 10),
+    90: (tiles.Machine("hopper", 132, takes_turns=True), 227 << 10),
+    100: (tiles.Machine("hopper", 132), 227 << 10),
+}
 
 
 @dataclasses.dataclass
@@ -63,17 +69,19 @@ class Recorder:
         return lambda *args, **options: self.launches.append(Launch(self.kernel, args, options))
 
 
-def record(monkeypatch: pytest.MonkeyPatch, generation: str, dtype: torch.dtype, rows: int, kind: str) -> list[Launch]:
+def record(
+    monkeypatch: pytest.MonkeyPatch, machine: tiles.Machine, dtype: torch.dtype, rows: int, kind: str
+) -> list[Launch]:
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
-    A ``plain`` cross entropy, one with a ``softcap``, ``all_options``, those with ``few_hidden`` units or with an
-    ``odd_hidden`` size.
+    A ``plain`` cross entropy, one ``without_turns``, one with a ``softcap``, ``all_options``, those with ``few_hidden``
+    units or with an ``odd_hidden`` size.
     """
-    everything = kind not in ("plain", "softcap")
+    everything = kind not in ("plain", "softcap", "without_turns")
     vocab, indexed = 50257 if everything else 128256, 1
     hidden = {"odd_hidden": 4095, "few_hidden": 896}.get(kind, 4096)
     launches: list[Launch] = []
-    monkeypatch.setattr(tiles, "machine", lambda device: tiles.Machine(generation, 132))
+    monkeypatch.setattr(tiles, "machine", lambda device: machine)
     for module, name in ((stats, "stats_kernel"), (stats, "merge_kernel"), (dlogits, "dlogits_kernel")):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     monkeypatch.setattr(
@@ -115,15 +123,17 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
             continue
         if isinstance(value, Tensor):
             signature[name] = POINTERS[value.dtype]
-        elif isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
+        elif isinstance(value, (TensorDescriptor, GluonDescriptor)):
+            layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+            signature[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}{layout}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
         if isinstance(value, Tensor) or (specialised and value % 16 == 0):
             attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    make = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = make(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -173,6 +183,7 @@ CONFIGURATIONS = [
     (90, BF16, 16384, "all_options"),
     (90, BF16, 16384, "few_hidden"),
     (90, BF16, 16384, "softcap"),
+    (90, BF16, 16384, "without_turns"),
     (80, BF16, 16384, "softcap"),
     (90, FP16, 16384, "plain"),
     (100, BF16, 16384, "plain"),
@@ -192,17 +203,20 @@ def test_compiles(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: pathlib.Path,
 ) -> None:
-    generation, shared_memory = TARGETS[capability]
-    launches = record(monkeypatch, generation, dtype, rows, kind)
+    machine, shared_memory = TARGETS[capability]
+    if kind == "without_turns":
+        machine = machine._replace(takes_turns=False)
+    launches = record(monkeypatch, machine, dtype, rows, kind)
     names = {launch.kernel.__name__ for launch in launches}
     assert {"stats_kernel", "merge_kernel", "dlogits_kernel"} <= names
-    described_way = generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
+    described_way = machine.generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
     assert ("d_weight_kernel" in names) == described_way
     assert ("exponentials_kernel" in names) == (described_way and dtype == BF16)
     for launch in launches:
         compiled = compile_ahead(launch, capability)
         assert compiled.asm["cubin"][:4] == b"\x7fELF"
         assert compiled.metadata.shared <= shared_memory
-        if "tt.dot" in compiled.asm["ttir"] and capability < 100:
+        multiplies = launch.kernel.is_gluon() or "tt.dot" in compiled.asm["ttir"]
+        if multiplies and capability < 100:
             # Spilling between products costs little; spilling inside them would cost everything.
             assert spills_in_product(compiled.asm["cubin"], tmp_path) == 0, launch.kernel.__name__

@@ -6,6 +6,7 @@ No Triton is imported here, and nothing here waits for a device.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ GROUP = 16
 class Machine(NamedTuple):
     generation: str  # a key of TILES
     processors: int  # streaming multiprocessors
+    takes_turns: bool = False  # whether it runs the kernels of ``hopper.pingpong``
 
 
 class Tile(NamedTuple):
@@ -31,6 +33,7 @@ class Tile(NamedTuple):
     stages: int
     slots: int = 1  # programs that share a processor
     group: int = GROUP
+    takes_turns: bool = False  # of a kernel of ``hopper.pingpong``
 
 
 # For a generation and the bytes of an operand's element: tiles by growing number of rows. A call takes the first that
@@ -57,7 +60,13 @@ def machine(device: torch.device) -> Machine:
         return Machine("interpreter", 6)
     properties = torch.cuda.get_device_properties(device)
     generation = "hopper" if properties.major in (9, 10) else "ampere"
-    return Machine(generation, properties.multi_processor_count)
+    return Machine(generation, properties.multi_processor_count, properties.major == 9 and _has_gluon())
+
+
+def _has_gluon() -> bool:
+    """Whether this Triton has a Gluon that ``hopper.pingpong`` is known to compile with; it is still experimental."""
+    version = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+    return (3, 6) <= version <= (3, 9)
 
 
 def tile(x: Tensor, weight: Tensor) -> Tile:
@@ -77,6 +86,9 @@ DESCRIBED: dict[str, tuple[Tile, ...]] = {
     "dlogits": (Tile(128, 256, 64, 8, 3),),
     "d_input": (Tile(128, 256, 64, 8, 4, group=8),),
     "d_weight": (Tile(128, 256, 64, 8, 3, group=8),),
+}
+TAKING_TURNS: dict[str, Tile] = {
+    "exponentials": Tile(128, 128, 64, 4, 5, takes_turns=True),
 }
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536
@@ -108,6 +120,8 @@ def described(kernel: str, input: Tensor) -> Tile:
     if machine(input.device).generation == "interpreter":
         return INTERPRETED
     rows, hidden = input.shape
+    if machine(input.device).takes_turns and kernel in TAKING_TURNS:
+        return TAKING_TURNS[kernel]
     if kernel == "d_input":
         # The last tile of the hidden units should not be half empty.
         return DESCRIBED[kernel][0] if -(-hidden // 256) * 256 <= 1.1 * hidden else NARROW_INPUT

@@ -23,20 +23,28 @@ LEAST_FACTOR, MOST_FACTOR = tl.constexpr(2.0**-105), tl.constexpr(2.0**60)
 
 
 @triton.jit
+def exponentials_of(
+    z, bias, col, scale, shift, vocab, SCALED: tl.constexpr, TRANSFORM: tl.constexpr, EVEN_VOCAB: tl.constexpr
+):
+    """The exponentials of products ``z [BM, W]``, 0 past the vocabulary, and these times the transform's derivative."""
+    z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
+    # A NaN becomes the ceiling here, and comes back when the row is done anew.
+    p = tl.exp2(tl.minimum(exponent(z, shift[:, None]), CEILING))
+    if not EVEN_VOCAB:
+        p = tl.where((col < vocab)[None, :], p, 0.0)
+    return p, p * slope
+
+
+@triton.jit
 def _store_half(
     e, z, bias, scale, shift, vocab, tile_row, tile_col, SCALED: tl.constexpr, TRANSFORM: tl.constexpr,
     EVEN_VOCAB: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Store the exponentials of half a tile, times the derivative of the transform; return the sums without it."""
     col = tile_col + tl.arange(0, WIDTH)
-    # A NaN becomes the ceiling here, and comes back when the row is done anew.
-    z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
-    p = tl.exp2(tl.minimum(exponent(z, shift[:, None]), CEILING))
-    if not EVEN_VOCAB:
-        p = tl.where((col < vocab)[None, :], p, 0.0)
-    s = tl.sum(p, 1)
-    e.store([tile_row, tile_col], (p * slope).to(e.dtype))
-    return s
+    p, weighted = exponentials_of(z, bias, col, scale, shift, vocab, SCALED, TRANSFORM, EVEN_VOCAB)
+    e.store([tile_row, tile_col], weighted.to(e.dtype))
+    return tl.sum(p, 1)
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "programs"])

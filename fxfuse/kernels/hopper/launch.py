@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -304,14 +304,22 @@ class Call:
     def transposed(self) -> bool:
         return self.weight.stride(1) != 1
 
-    def described_weight(self, weight: Tensor, classes: int, hidden: int) -> TensorDescriptor:
+    def described_weight(self, weight: Tensor, tile: tiles.Tile, classes: int, hidden: int) -> Any:
         """``weight [W, D]`` in blocks of ``[classes, hidden]``, or transposed if that is how it is stored."""
         if self.transposed:
-            return _describe(weight.t(), hidden, classes)
-        return _describe(weight, classes, hidden)
+            return _describe(weight.t(), tile, hidden, classes)
+        return _describe(weight, tile, classes, hidden)
 
-    def launch_options(self, tile: tiles.Tile) -> dict[str, object]:
-        return {
+    def launch_options(self, tile: tiles.Tile, flatten: bool = True) -> dict[str, object]:
+        if tile.takes_turns:
+            return {
+                "BK": tile.hidden,
+                "GROUP": tile.group,
+                "STAGES": tile.stages,
+                "ROWS": self.row_block,
+                "num_warps": tile.warps,
+            }
+        options = {
             "PRECISION": tiles.dot_precision(self.input.dtype),
             "BM": tile.rows,
             "BN": tile.vocab,
@@ -321,6 +329,7 @@ class Call:
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
+        return options | {"FLATTEN": True} if flatten else options
 
     # --- statistics -------------------------------------------------------------------------------------------
 
@@ -354,8 +363,8 @@ class Call:
             self.signature,
             stats_kernel,
             (programs,),
-            _describe(gathered, tile.rows, tile.hidden),
-            self.described_weight(self.weight, tile.vocab, tile.hidden),
+            _describe(gathered, tile, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
             self.bias,
             rows.length,
             self.class_weight,
@@ -372,7 +381,6 @@ class Call:
             TRANSFORM=self.transform,
             TRANSPOSED=self.transposed,
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
-            FLATTEN=True,
             **options,
         )
         launch(
@@ -441,11 +449,11 @@ class Call:
         programs = min(self.programs * tile.slots, rows.most // tile.rows * columns)
         launch(
             self.signature,
-            exponentials_kernel,
+            _kernel(exponentials_kernel, tile),
             (programs,),
-            _describe(gathered, tile.rows, tile.hidden),
-            self.described_weight(self.weight, tile.vocab, tile.hidden),
-            _describe(e, tile.rows, tile.vocab // 2),
+            _describe(gathered, tile, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
+            _describe(e, tile, tile.rows, tile.vocab // 2),
             self.bias,
             offset,
             rows.length,
@@ -460,7 +468,6 @@ class Call:
             TRANSFORM=self.transform,
             TRANSPOSED=self.transposed,
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
-            FLATTEN=True,
             **self.launch_options(tile),
         )
         launch(
@@ -507,8 +514,8 @@ class Call:
             self.signature,
             scattered_dlogits_kernel,
             (self.programs,),
-            _describe(bad.gathered, tile.rows, tile.hidden),
-            self.described_weight(self.weight, tile.vocab, tile.hidden),
+            _describe(bad.gathered, tile, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
             e,
             bad.row,
             self.bias,
@@ -529,7 +536,7 @@ class Call:
             SCALED=self.scale != 1.0,
             TRANSFORM=self.transform,
             TRANSPOSED=self.transposed,
-            **self.launch_options(tile),
+            **self.launch_options(tile, flatten=False),
         )
 
     def dlogits_of(
@@ -553,9 +560,9 @@ class Call:
             (self.signature, weight.shape[0]),
             dlogits_kernel,
             (programs,),
-            _describe(gathered, tile.rows, tile.hidden),
-            self.described_weight(weight, tile.vocab, tile.hidden),
-            _describe(dz, tile.rows, tile.vocab // 2),
+            _describe(gathered, tile, tile.rows, tile.hidden),
+            self.described_weight(weight, tile, tile.vocab, tile.hidden),
+            _describe(dz, tile, tile.rows, tile.vocab // 2),
             None if self.bias is None else self.bias[window],
             rows.order,
             rows.length,
@@ -574,7 +581,6 @@ class Call:
             SCALED=self.scale != 1.0,
             TRANSFORM=self.transform,
             TRANSPOSED=self.transposed,
-            FLATTEN=True,
             **self.launch_options(tile),
         )
         if self.index.shape[1] > 0:
@@ -634,9 +640,9 @@ class Call:
         programs = self.programs * tile.slots
         signature = self.signature, weight.shape[0], total.out.dtype
         if self.transposed:
-            w = _describe(weight.t(), tile.vocab, tile.hidden)
+            w = _describe(weight.t(), tile, tile.vocab, tile.hidden)
         else:
-            w = _describe(weight, tile.hidden, tile.vocab)
+            w = _describe(weight, tile, tile.hidden, tile.vocab)
         common = (
             parts,
             factor,
@@ -659,12 +665,12 @@ class Call:
             int(first),
             int(last),
         )
-        options = self.launch_options(tile)
+        options = self.launch_options(tile, flatten=False)
         launch(
             signature,
             products.d_input_kernel,
             (programs,),
-            _describe(dz, tile.rows, tile.hidden),
+            _describe(dz, tile, tile.rows, tile.hidden),
             w,
             *total,
             *common,
@@ -699,8 +705,8 @@ class Call:
             (self.signature, classes, out.dtype),
             products.d_weight_kernel,
             (programs,),
-            _describe(dz, tile.hidden, tile.rows),
-            _describe(x, tile.hidden, tile.vocab),
+            _describe(dz, tile, tile.hidden, tile.rows),
+            _describe(x, tile, tile.hidden, tile.vocab),
             out,
             None if total.low is None else total.low[window],
             undo,
@@ -714,7 +720,6 @@ class Call:
             classes,
             self.hidden,
             programs,
-            FLATTEN=True,
             **self.launch_options(tile),
         )
 
@@ -826,5 +831,19 @@ def _list_block(rows: int) -> int:
     return min(4096, max(256, triton.next_power_of_2(rows)))
 
 
-def _describe(matrix: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block))
+def _kernel(kernel: Any, tile: tiles.Tile) -> Any:
+    """The kernel for such tiles: its namesake in ``pingpong`` where warpgroups take turns."""
+    return getattr(_pingpong(), kernel.__name__) if tile.takes_turns else kernel
+
+
+@functools.cache
+def _pingpong() -> Any:
+    from . import pingpong  # imports Gluon
+
+    return pingpong
+
+
+def _describe(matrix: Tensor, tile: tiles.Tile, *block: int) -> Any:
+    """A descriptor of ``matrix`` in such blocks, for a kernel with such tiles."""
+    arguments = matrix, list(matrix.shape), list(matrix.stride()), list(block)
+    return _pingpong().describe(*arguments) if tile.takes_turns else TensorDescriptor(*arguments)

@@ -1,0 +1,116 @@
+"""Scaled exponentials as in ``..exponentials``, by warpgroups that take turns."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ...logits import grouped
+from ..exponentials import exponentials_of
+from ..schedule import LOG2E, chunk_bounds
+from .ring import BLOCK, barriers, half, load_tiles, multiply, store_async
+
+
+@gluon.jit
+def _load(
+    x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+    row_blocks = gl.cdiv(rows, BLOCK)
+    columns = gl.cdiv(vocab, BLOCK)
+    load_tiles(
+        x, w, x_tiles, w_tiles, full, empty, gl.program_id(0), row_blocks * columns, programs, row_blocks, columns,
+        hidden, True, not TRANSPOSED, BK, GROUP, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _make(
+    e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn,
+    staged, WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr,
+    EVEN_VOCAB: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+    row_blocks = gl.cdiv(rows, BLOCK)
+    columns = gl.cdiv(vocab, BLOCK)
+    HALF: gl.constexpr = BLOCK // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    steps = gl.cdiv(hidden, BK)
+    round = 0
+    for tile in range(gl.program_id(0) + WARPGROUP * programs, row_blocks * columns, 2 * programs):
+        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        row = row_block * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+        shift = gl.load(offset + row) * LOG2E
+        z = multiply(
+            x_tiles, w_tiles, full, empty, turn, round, (2 * round + WARPGROUP) * steps, steps, True, not TRANSPOSED,
+            WARPGROUP, STAGES,
+        )  # fmt: skip
+        round += 1  # noqa: SIM113
+        s = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, layout))
+        for i in gl.static_range(2):
+            tile_col = column * BLOCK + i * HALF
+            col = tile_col + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+            p, weighted = exponentials_of(
+                half(z, i == 1), bias, col, scale, shift, vocab, SCALED, TRANSFORM, EVEN_VOCAB
+            )
+            s += gl.sum(p, 1)
+            buffer = staged.index(2 * WARPGROUP + i)
+            tma.store_wait(1)  # the store before the last has read this buffer
+            buffer.store(weighted.to(e.dtype))
+            fence_async_shared()
+            store_async(e, [row_block * BLOCK, tile_col], buffer)
+        gl.store(part_sum + column.to(gl.int64) * most + row, s)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["chunk", "most", "programs"])
+def exponentials_kernel(
+    x,  # descriptor of [most, D] in blocks [128, BK]
+    w,  # descriptor of [V, D] in blocks [128, BK], or of [D, V] in [BK, 128] if TRANSPOSED
+    e,  # descriptor of [most, V] in blocks [128, 64], out
+    bias,
+    offset,
+    length,
+    part_sum,  # [tiles of V, most] float32, out
+    scale,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    EVEN_VOCAB: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK, BK], x.layout)
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    staged = gl.allocate_shared_memory(e.dtype, [4, BLOCK, BLOCK // 2], e.layout)
+    full = barriers(STAGES)
+    empty = barriers(STAGES)
+    turn = barriers(2)
+    # Spelled out: a tuple with a name would turn constants into tensors.
+    gl.warp_specialize(
+        [
+            (_make, (
+                e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+                empty, turn, staged, 0, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, GROUP, STAGES, ROWS,
+            )),
+            (_make, (
+                e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+                empty, turn, staged, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, GROUP, STAGES, ROWS,
+            )),
+            (_load, (
+                x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
+                GROUP, STAGES, ROWS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""What warp-specialised products share: a ring of operand tiles in shared memory, and two warpgroups that take turns.
+
+One warp loads tiles of both operands through the tensor-memory accelerator into the slots of a ring. Two warpgroups
+have a 128x128 tile of the result each and multiply one after the other; while one does, the other ends its tile: it
+makes exponentials, stores. So epilogues cost no time as long as they are shorter than products (the schedule that
+CUTLASS calls ping-pong). Three kinds of barriers keep the order, each with the parity of how often it was passed:
+
+* ``full[slot]``: the tiles that were asked for have come. A warpgroup sees the steps of every other tile only.
+* ``empty[slot]``: the products that read the slot have ended.
+* ``turn[g]``: warpgroup g may start to multiply: the other has issued all products of its tile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...logits import grouped
+
+# Triton 3.9 has other names for these.
+load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+BLOCK = gl.constexpr(128)  # rows and columns of a tile
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """So many barriers, each for one arrival."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=1)
+    fence_async_shared()
+    return made
+
+
+@gluon.jit
+def half(acc, SECOND: gl.constexpr):
+    """One half ``[128, 64]`` of the columns of an accumulator: the same registers."""
+    first, second = acc.reshape([BLOCK, 2, BLOCK // 2]).permute([0, 2, 1]).split()
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK // 2, 16])
+    return gl.convert_layout(second if SECOND else first, layout, assert_trivial=True)
+
+
+@gluon.jit
+def load_tiles(
+    a, b, a_tiles, b_tiles, full, empty, first, last, stride, row_blocks, columns, length, A_ALONG: gl.constexpr,
+    B_ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load the operands of the tiles ``first, first + stride, …`` below ``last``, ``BK`` of the ``length`` at a time.
+
+    A_ALONG and B_ALONG say that an operand's descriptor has the summed dimension last.
+    """
+    slot = 0
+    phase = 1  # every slot is empty at first
+    for tile in range(first, last, stride):
+        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        row = row_block * BLOCK
+        col = column * BLOCK
+        for k in range(0, length, BK):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            mbarrier.expect(bar, 2 * 2 * BLOCK * BK)
+            if A_ALONG:
+                load_async(a, [row, k], bar, a_tiles.index(slot))
+            else:
+                load_async(a, [k, row], bar, a_tiles.index(slot))
+            if B_ALONG:
+                load_async(b, [col, k], bar, b_tiles.index(slot))
+            else:
+                load_async(b, [k, col], bar, b_tiles.index(slot))
+            wrapped = (slot == STAGES - 1).to(gl.int32)
+            slot = (slot + 1) * (1 - wrapped)
+            phase ^= wrapped
+
+
+@gluon.jit
+def multiply(
+    a_tiles, b_tiles, full, empty, turn, round, at, steps, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr,
+    WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """This warpgroup's next product ``[128, 128]`` float32, of the ``steps`` of the ring from the ``at``-th on.
+
+    ``round`` counts the warpgroup's own products.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    slot = at % STAGES
+    phase = (at // STAGES) & 1
+    # Nobody has to let the first product of all start.
+    mbarrier.wait(turn.index(WARPGROUP), (round & 1) ^ (1 - WARPGROUP))
+    acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
+    before = slot
+    for k in range(steps):
+        mbarrier.wait(full.index(slot), phase)
+        a = a_tiles.index(slot)
+        b = b_tiles.index(slot)
+        if not A_ALONG:
+            a = a.permute([1, 0])
+        if B_ALONG:
+            b = b.permute([1, 0])
+        acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+        # The product before this one has ended, so its slot is free.
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        if k > 0:
+            mbarrier.arrive(empty.index(before))
+        before = slot
+        wrapped = (slot == STAGES - 1).to(gl.int32)
+        slot = (slot + 1) * (1 - wrapped)
+        phase ^= wrapped
+    mbarrier.arrive(turn.index(1 - WARPGROUP))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(before))
+    return acc
