@@ -238,6 +238,7 @@ class _Head:
         scale: float,
         transform: str,
     ) -> _Head:
+        decode(transform)  # which raises where it is none
         index = _contiguous(index)  # type: ignore[assignment]
         return cls(input, weight, _contiguous(bias), index, _contiguous(class_weight), float(scale), transform)
 

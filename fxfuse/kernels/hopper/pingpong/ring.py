@@ -95,7 +95,6 @@ def multiply(
     # Nobody has to let the first product of all start.
     mbarrier.wait(turn.index(WARPGROUP), (round & 1) ^ (1 - WARPGROUP))
     acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
-    before = slot
     for k in range(steps):
         mbarrier.wait(full.index(slot), phase)
         a = a_tiles.index(slot)
@@ -108,12 +107,16 @@ def multiply(
         # The product before this one has ended, so its slot is free.
         acc = warpgroup_mma_wait(1, deps=(acc,))
         if k > 0:
-            mbarrier.arrive(empty.index(before))
-        before = slot
+            mbarrier.arrive(empty.index(_before(slot, STAGES)))
         wrapped = (slot == STAGES - 1).to(gl.int32)
         slot = (slot + 1) * (1 - wrapped)
         phase ^= wrapped
     mbarrier.arrive(turn.index(1 - WARPGROUP))
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(before))
+    mbarrier.arrive(empty.index(_before(slot, STAGES)))
     return acc
+
+
+@gluon.jit
+def _before(slot, STAGES: gl.constexpr):
+    return gl.where(slot == 0, STAGES - 1, slot - 1)
