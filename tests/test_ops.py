@@ -838,7 +838,9 @@ def test_the_residual_is_what_rounding_took_from_lse(shift: float, device: str) 
 
 
 def test_few_rows_keep_their_exponentials_where_a_gpu_has_the_kernels(device: str) -> None:
-    p = problem(96, 128, 2000, torch.bfloat16, device)
+    # Whole blocks of rows and of classes: what pads them is never written, so opcheck may not compare it.
+    shape = 128, 128, 2048
+    p = problem(*shape, torch.bfloat16, device)
     fast = device == "cuda" and torch.cuda.get_device_capability()[0] in (9, 10)
     assert cuda.keeps_exponentials(p.input, p.weight, 1, False, "") == fast
     assert not cuda.keeps_exponentials(p.input.repeat(2, 1), p.weight, 1, False, "")  # more rows than hidden units
@@ -862,7 +864,7 @@ def test_few_rows_keep_their_exponentials_where_a_gpu_has_the_kernels(device: st
     with new_sites() as sites:
         got = value_and_grads(fused, *operands)
     assert [site.variant for site in sites] == ["exponentials kept for the backward"]
-    assert_no_worse_than_eager(got, value_and_grads(step, *operands), exact, floor((96, 128, 2000), torch.bfloat16))
+    assert_no_worse_than_eager(got, value_and_grads(step, *operands), exact, floor(shape, torch.bfloat16))
     # Operands that began off a vector's boundary when the program runs, which nobody knows when it is compiled.
     moved = torch.empty(p.weight.numel() + 1, dtype=torch.bfloat16, device=device)[1:].view_as(p.weight)
     moved.copy_(p.weight)

@@ -88,7 +88,7 @@ DESCRIBED: dict[str, tuple[Tile, ...]] = {
     "d_weight": (Tile(128, 256, 64, 8, 3, group=8),),
 }
 TAKING_TURNS: dict[str, Tile] = {
-    "exponentials": Tile(128, 128, 64, 4, 5, takes_turns=True),
+    "exponentials": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
 }
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536

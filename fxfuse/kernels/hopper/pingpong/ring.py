@@ -49,6 +49,26 @@ def half(acc, SECOND: gl.constexpr):
 
 
 @gluon.jit
+def _after(slot, phase, STAGES: gl.constexpr):
+    """The slot after ``slot``, and the parity of its barriers there."""
+    wrapped = (slot == STAGES - 1).to(gl.int32)
+    return (slot + 1) * (1 - wrapped), phase ^ wrapped
+
+
+@gluon.jit
+def _add_product(a_tiles, b_tiles, slot, acc, AGAIN: gl.constexpr, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr):
+    """Begin to add a slot's product to ``acc``, or to begin it; the product before has ended after it."""
+    a = a_tiles.index(slot)
+    b = b_tiles.index(slot)
+    if not A_ALONG:
+        a = a.permute([1, 0])
+    if B_ALONG:
+        b = b.permute([1, 0])
+    acc = warpgroup_mma(a, b, acc, use_acc=AGAIN, is_async=True)
+    return warpgroup_mma_wait(1, deps=(acc,))
+
+
+@gluon.jit
 def load_tiles(
     a, b, a_tiles, b_tiles, full, empty, first, last, stride, row_blocks, columns, length, A_ALONG: gl.constexpr,
     B_ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -75,9 +95,7 @@ def load_tiles(
                 load_async(b, [col, k], bar, b_tiles.index(slot))
             else:
                 load_async(b, [k, col], bar, b_tiles.index(slot))
-            wrapped = (slot == STAGES - 1).to(gl.int32)
-            slot = (slot + 1) * (1 - wrapped)
-            phase ^= wrapped
+            slot, phase = _after(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -94,29 +112,19 @@ def multiply(
     phase = (at // STAGES) & 1
     # Nobody has to let the first product of all start.
     mbarrier.wait(turn.index(WARPGROUP), (round & 1) ^ (1 - WARPGROUP))
+    # The first step by itself: a condition inside the loop would cost it several percent.
+    mbarrier.wait(full.index(slot), phase)
     acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
-    for k in range(steps):
+    acc = _add_product(a_tiles, b_tiles, slot, acc, False, A_ALONG, B_ALONG)
+    before = slot
+    slot, phase = _after(slot, phase, STAGES)
+    for _ in range(1, steps):
         mbarrier.wait(full.index(slot), phase)
-        a = a_tiles.index(slot)
-        b = b_tiles.index(slot)
-        if not A_ALONG:
-            a = a.permute([1, 0])
-        if B_ALONG:
-            b = b.permute([1, 0])
-        acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
-        # The product before this one has ended, so its slot is free.
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        if k > 0:
-            mbarrier.arrive(empty.index(_before(slot, STAGES)))
-        wrapped = (slot == STAGES - 1).to(gl.int32)
-        slot = (slot + 1) * (1 - wrapped)
-        phase ^= wrapped
+        acc = _add_product(a_tiles, b_tiles, slot, acc, True, A_ALONG, B_ALONG)
+        mbarrier.arrive(empty.index(before))
+        before = slot
+        slot, phase = _after(slot, phase, STAGES)
     mbarrier.arrive(turn.index(1 - WARPGROUP))
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(_before(slot, STAGES)))
+    mbarrier.arrive(empty.index(before))
     return acc
-
-
-@gluon.jit
-def _before(slot, STAGES: gl.constexpr):
-    return gl.where(slot == 0, STAGES - 1, slot - 1)
