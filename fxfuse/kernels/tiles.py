@@ -88,6 +88,8 @@ DESCRIBED: dict[str, tuple[Tile, ...]] = {
     "d_weight": (Tile(128, 256, 64, 8, 3, group=8),),
 }
 TAKING_TURNS: dict[str, Tile] = {
+    "stats": Tile(128, 128, 64, 4, 6, takes_turns=True),
+    "d_weight": Tile(128, 128, 64, 4, 5, takes_turns=True),
     "exponentials": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
 }
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
@@ -120,7 +122,7 @@ def described(kernel: str, input: Tensor) -> Tile:
     if machine(input.device).generation == "interpreter":
         return INTERPRETED
     rows, hidden = input.shape
-    if machine(input.device).takes_turns and kernel in TAKING_TURNS:
+    if machine(input.device).takes_turns and kernel in TAKING_TURNS and rows > 64:
         return TAKING_TURNS[kernel]
     if kernel == "d_input":
         # The last tile of the hidden units should not be half empty.

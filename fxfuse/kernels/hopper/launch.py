@@ -355,13 +355,14 @@ class Call:
         tile = tiles.described("stats", self.input)
         most = rows.most
         programs = max(self.programs * tile.slots, most // tile.rows)
-        parts = self.empty(3 if want_class_sum else 2, programs * tile.rows)
+        each = 2 if tile.takes_turns else 1  # parts that a program makes
+        parts = self.empty(3 if want_class_sum else 2, programs * each * tile.rows)
         part_class_sum = parts[2] if want_class_sum else None
         options = self.launch_options(tile)
         del options["GROUP"]
         launch(
             self.signature,
-            stats_kernel,
+            _kernel(stats_kernel, tile),
             (programs,),
             _describe(gathered, tile, tile.rows, tile.hidden),
             self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
@@ -403,6 +404,7 @@ class Call:
             self.vocab,
             self.index.shape[1],
             programs,
+            PARTS=each,
             BM=tile.rows,
             BLOCK_LANES=64,
             BLOCK_ROWS=16,
@@ -703,7 +705,7 @@ class Call:
         programs = min(self.programs * tile.slots, -(-classes // tile.rows) * -(-self.hidden // tile.vocab))
         launch(
             (self.signature, classes, out.dtype),
-            products.d_weight_kernel,
+            _kernel(products.d_weight_kernel, tile),
             (programs,),
             _describe(dz, tile, tile.hidden, tile.rows),
             _describe(x, tile, tile.hidden, tile.vocab),

@@ -16,11 +16,11 @@ from .schedule import chunk_bounds, last_chunk, left_and_right
 
 @triton.jit
 def _unless(flag, mask):
-    return tl.where(flag != 0, tl.zeros(mask.shape, tl.int1), mask)
+    return tl.where(flag != 0, mask ^ mask, mask)
 
 
 @triton.jit
-def _accumulate(out, low, at, mask, value, first, last):
+def accumulate(out, low, at, mask, value, first, last):
     """Add ``value`` to the sums at ``out + at``, which begin with it if ``first`` and are rounded if ``last``."""
     # Predicates, not branches: those would keep the compiler from overlapping this with the next tile.
     again = _unless(first, mask)
@@ -63,7 +63,7 @@ def _finish_rows(
             inside = (g != 0)[:, None] & (col < hidden)[None, :]
             value += g[:, None] * tl.load(from_class, mask=inside, other=0.0).to(tl.float32)
     at = source[:, None] * out_row + col[None, :]
-    _accumulate(out, low, at, there[:, None] & (col < hidden)[None, :], value, first, last)
+    accumulate(out, low, at, there[:, None] & (col < hidden)[None, :], value, first, last)
 
 
 @triton.jit
@@ -228,21 +228,22 @@ def d_weight_kernel(
         slot = None
         if rows_of_classes is not None:
             slot = tl.load(slots + row, mask=row < vocab, other=-1) - chunk * most
-        _finish_classes(
+        finish_classes(
             left, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col, vocab, hidden,
             first, last,
         )  # fmt: skip
-        _finish_classes(
+        finish_classes(
             right, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col + HALF, vocab,
             hidden, first, last,
         )  # fmt: skip
 
 
 @triton.jit
-def _finish_classes(
+def finish_classes(
     value, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col, vocab, hidden, first,
     last,
 ):  # fmt: skip
+    """Scale a tile of d_weight, add what class sums and indexed classes give, and add it to the sums."""
     value = tl.where(rows > 0, value, 0.0)
     if normalise is not None:
         value = value * tl.load(normalise)
@@ -256,7 +257,7 @@ def _finish_classes(
         mask = (slot >= 0)[:, None] & (col < hidden)[None, :]
         value += tl.load(rows_of_classes + slot[:, None] * hidden + col[None, :], mask=mask, other=0.0)
     at = row.to(tl.int64)[:, None] * hidden + col[None, :]
-    _accumulate(out, low, at, (row < vocab)[:, None] & (col < hidden)[None, :], value, first, last)
+    accumulate(out, low, at, (row < vocab)[:, None] & (col < hidden)[None, :], value, first, last)
 
 
 @triton.jit(do_not_specialize=["chunk", "most"])

@@ -21,6 +21,24 @@ def lanes_of(rows, programs, BM: tl.constexpr):
     return row_blocks, tl.maximum(programs // row_blocks, 1)
 
 
+@triton.jit
+def class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB: tl.constexpr, TRANSFORM: tl.constexpr):
+    """The sums over the classes of a tile of logits, weighted or not."""
+    if class_weight is not None:
+        z = z * tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
+    elif not EVEN_VOCAB and TRANSFORM != "":  # past the vocabulary z is 0 only before a transform
+        z = tl.where((col < vocab)[None, :], z, 0.0)
+    return tl.sum(z, 1)
+
+
+@triton.jit
+def online(z, m, s):
+    """The maximum and the sum of a row after another tile of its logits."""
+    # A NaN is no maximum, but makes its row's sum NaN.
+    m_new = tl.maximum(m, tl.max(z, 1))
+    return m_new, s * rescale(m, m_new) + tl.sum(tl.exp2(exponent(z, (finite_or_zero(m_new) * LOG2E)[:, None])), 1)
+
+
 @triton.jit(do_not_specialize=["chunk", "most", "programs"])
 def stats_kernel(
     x,  # descriptor of [most, D]
@@ -64,20 +82,10 @@ def stats_kernel(
         z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
         z, _slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
         if part_class_sum is not None:
-            if class_weight is not None:
-                c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
-                class_sum += tl.sum(z * c[None, :], 1)
-            elif EVEN_VOCAB or TRANSFORM == "":  # past the vocabulary z is 0
-                class_sum += tl.sum(z, 1)
-            else:
-                class_sum += tl.sum(tl.where((col < vocab)[None, :], z, 0.0), 1)
+            class_sum += class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
         if not EVEN_VOCAB:
             z = tl.where((col < vocab)[None, :], z, float("-inf"))
-
-        # A NaN is no maximum, but makes its row's sum NaN.
-        m_new = tl.maximum(m, tl.max(z, 1))
-        s = s * rescale(m, m_new) + tl.sum(tl.exp2(exponent(z, (finite_or_zero(m_new) * LOG2E)[:, None])), 1)
-        m = m_new
+        m, s = online(z, m, s)
 
     part = (row_block * lanes + lane) * BM + tl.arange(0, BM)
     tl.store(part_max + part, m)
@@ -88,7 +96,7 @@ def stats_kernel(
 
 @triton.jit(do_not_specialize=["chunk", "most", "vocab", "indexed", "programs"])
 def merge_kernel(
-    part_max,  # [row blocks, lanes, BM] float32
+    part_max,  # [row blocks, lanes * PARTS, BM] float32
     part_sum,
     part_class_sum,  # or None
     index,  # [N, K] int64
@@ -104,6 +112,7 @@ def merge_kernel(
     vocab,
     indexed,
     programs,
+    PARTS: tl.constexpr,  # a lane
     BM: tl.constexpr,
     BLOCK_LANES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -115,6 +124,7 @@ def merge_kernel(
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     there = row < rows
     _, lanes = lanes_of(rows, programs, BM)
+    lanes *= PARTS
     first_part = row // BM * lanes * BM + row % BM
     source = tl.load(order + start + row, mask=there, other=0).to(tl.int64)
 

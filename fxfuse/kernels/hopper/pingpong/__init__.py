@@ -7,8 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .exponentials import exponentials_kernel
+from .products import d_weight_kernel
+from .stats import stats_kernel
 
-__all__ = ["describe", "exponentials_kernel"]
+__all__ = ["d_weight_kernel", "describe", "exponentials_kernel", "stats_kernel"]
 
 
 def describe(matrix: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:

@@ -75,12 +75,16 @@ def load_tiles(
 ):  # fmt: skip
     """Load the operands of the tiles ``first, first + stride, …`` below ``last``, ``BK`` of the ``length`` at a time.
 
-    A_ALONG and B_ALONG say that an operand's descriptor has the summed dimension last.
+    Tiles are those of ``grouped``; without a GROUP, those of the one row block ``row_blocks``. A_ALONG and B_ALONG say
+    that an operand's descriptor has the summed dimension last.
     """
     slot = 0
     phase = 1  # every slot is empty at first
     for tile in range(first, last, stride):
-        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        if GROUP > 0:
+            row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        else:
+            row_block, column = row_blocks, tile
         row = row_block * BLOCK
         col = column * BLOCK
         for k in range(0, length, BK):

@@ -1,0 +1,121 @@
+"""Row statistics as in ``..stats``, by warpgroups that take turns."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..schedule import chunk_bounds, logits_of
+from ..stats import class_sum_of, lanes_of, online
+from .ring import BLOCK, barriers, load_tiles, multiply
+
+
+@gluon.jit
+def _lane(length, chunk, most, vocab, programs, ROWS: gl.constexpr):
+    """(row block, lane, lanes, columns) of this program; no columns for one that has nothing to do."""
+    _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+    row_blocks, lanes = lanes_of(rows, programs, BLOCK)
+    row_block = gl.program_id(0) % row_blocks
+    lane = gl.program_id(0) // row_blocks
+    columns = gl.where((lane < lanes) & (rows > 0), gl.cdiv(vocab, BLOCK), 0)
+    return row_block, lane, lanes, columns
+
+
+@gluon.jit
+def _load(
+    x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    row_block, lane, lanes, columns = _lane(length, chunk, most, vocab, programs, ROWS)
+    load_tiles(
+        x, w, x_tiles, w_tiles, full, empty, lane, columns, lanes, row_block, columns, hidden, True, not TRANSPOSED, BK,
+        0, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _walk(
+    bias, length, class_weight, part_max, part_sum, part_class_sum, scale, chunk, most, vocab, hidden, programs,
+    x_tiles, w_tiles, full, empty, turn, WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSFORM: gl.constexpr,
+    TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    row_block, lane, lanes, columns = _lane(length, chunk, most, vocab, programs, ROWS)
+    steps = gl.cdiv(hidden, BK)
+    m = gl.full([BLOCK], float("-inf"), gl.float32, by_row)
+    s = gl.zeros([BLOCK], gl.float32, by_row)
+    class_sum = gl.zeros([BLOCK], gl.float32, by_row)
+    round = 0
+    for column in range(lane + WARPGROUP * lanes, columns, 2 * lanes):
+        z = multiply(
+            x_tiles, w_tiles, full, empty, turn, round, (2 * round + WARPGROUP) * steps, steps, True, not TRANSPOSED,
+            WARPGROUP, STAGES,
+        )  # fmt: skip
+        round += 1  # noqa: SIM113
+        col = column * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
+        z, _slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
+        if part_class_sum is not None:
+            class_sum += class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
+        if not EVEN_VOCAB:
+            z = gl.where((col < vocab)[None, :], z, float("-inf"))
+        m, s = online(z, m, s)
+
+    # Two parts a lane: this warpgroup's is one of them.
+    part = ((row_block * lanes + lane) * 2 + WARPGROUP) * BLOCK + gl.arange(0, BLOCK, layout=by_row)
+    some = part < gl.where(columns > 0, 2 * BLOCK * programs, 0)
+    gl.store(part_max + part, m, mask=some)
+    gl.store(part_sum + part, s, mask=some)
+    if part_class_sum is not None:
+        gl.store(part_class_sum + part, class_sum, mask=some)
+
+
+@gluon.jit(do_not_specialize=["chunk", "most", "programs"])
+def stats_kernel(
+    x,  # descriptor of [most, D] in blocks [128, BK]
+    w,  # descriptor of [V, D] in blocks [128, BK], or of [D, V] in [BK, 128] if TRANSPOSED
+    bias,
+    length,
+    class_weight,
+    part_max,  # [row blocks, lanes, 2, 128] float32, out: at most [programs, 2, 128]
+    part_sum,  # the same
+    part_class_sum,  # the same, or None
+    scale,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    EVEN_VOCAB: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK, BK], x.layout)
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    full = barriers(STAGES)
+    empty = barriers(STAGES)
+    turn = barriers(2)
+    gl.warp_specialize(
+        [
+            (_walk, (
+                bias, length, class_weight, part_max, part_sum, part_class_sum, scale, chunk, most, vocab, hidden,
+                programs, x_tiles, w_tiles, full, empty, turn, 0, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, STAGES,
+                ROWS,
+            )),
+            (_walk, (
+                bias, length, class_weight, part_max, part_sum, part_class_sum, scale, chunk, most, vocab, hidden,
+                programs, x_tiles, w_tiles, full, empty, turn, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, STAGES,
+                ROWS,
+            )),
+            (_load, (
+                x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
+                STAGES, ROWS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
