@@ -92,6 +92,9 @@ TAKING_TURNS: dict[str, Tile] = {
     "d_weight": Tile(128, 128, 64, 4, 5, takes_turns=True),
     "exponentials": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
 }
+# For d_weight of many hidden units, two warpgroups share a larger tile.
+TOGETHER = Tile(128, 256, 64, 4, 4, group=8, takes_turns=True)
+MANY_HIDDEN = 2048
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536
 NARROW_INPUT = Tile(128, 128, 64, 8, 4)
@@ -117,13 +120,13 @@ def padded(classes: int) -> int:
     return -(-classes // 64) * 64
 
 
-def described(kernel: str, input: Tensor) -> Tile:
-    """The tile of a kernel on descriptors for hidden states ``input [N, D]``."""
+def described(kernel: str, input: Tensor, turns: bool = True) -> Tile:
+    """The tile of a kernel on descriptors for hidden states ``input [N, D]``; without ``turns``, of a Triton one."""
     if machine(input.device).generation == "interpreter":
         return INTERPRETED
     rows, hidden = input.shape
-    if machine(input.device).takes_turns and kernel in TAKING_TURNS and rows > 64:
-        return TAKING_TURNS[kernel]
+    if turns and machine(input.device).takes_turns and kernel in TAKING_TURNS and rows > 64:
+        return TOGETHER if kernel == "d_weight" and hidden >= MANY_HIDDEN else TAKING_TURNS[kernel]
     if kernel == "d_input":
         # The last tile of the hidden units should not be half empty.
         return DESCRIBED[kernel][0] if -(-hidden // 256) * 256 <= 1.1 * hidden else NARROW_INPUT

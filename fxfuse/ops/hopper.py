@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import tiles
-from ..kernels.hopper.launch import Bad, Call, Listed, Own, Rows, Stats, Sum, fits, takes
+from ..kernels.hopper.launch import Bad, Call, Classes, Listed, Rows, Stats, Sum, fits, takes
 from ..transform import decode, steepest
 from .contract import Upstream, normalisation, stash_dtype
 
@@ -96,7 +96,7 @@ class _Gradients:
                     call.add_bias(rows, chunk, window, here, self.d_bias)
 
     def from_exponentials(
-        self, made: _Exponentials, chunk: int, sums: tuple[Sum, Sum], classes: Own | None, parts: Tensor
+        self, made: _Exponentials, chunk: int, sums: tuple[Sum, Sum], classes: Classes | None, parts: Tensor
     ) -> None:
         """The products of a chunk that has just been made."""
         call, rows, k, everything = self.call, made.rows, made.kept, slice(0, self.call.vocab)
@@ -105,23 +105,24 @@ class _Gradients:
             call.add_bias(rows, chunk, everything, e, self.d_bias, k.factor)
             if made.undo is not None:
                 self.d_bias *= made.undo
-        if classes is not None:
-            call.own_of(rows, chunk, k.own, classes, self.d_bias if self.need_bias else None)
         if self.need_input:
             call.add_input(
                 rows, chunk, everything, e, sums[0], parts, True, True, k.factor, made.undo, made.rank_one, k.own
             )
         if self.need_weight:
-            call.add_weight(
-                rows, chunk, everything, e, k.gathered, sums[1], made.undo, class_row=made.weight_row, own=classes
-            )
+            if classes is not None:
+                call.place_classes(rows, chunk, classes)
+            call.add_weight(rows, chunk, everything, e, k.gathered, sums[1], made.undo, made.weight_row, classes)
+        if classes is not None:
+            total = sums[1] if self.need_weight else None
+            call.finish_classes(rows, chunk, k.own, classes, total, self.d_bias if self.need_bias else None)
 
     def exponentials(self, listed: Listed, stats: Stats, up: Upstream) -> None:
         """The statistics and the gradients together, from scaled exponentials."""
         call = self.call
         rows = call.cut(listed, _rows_of_exponentials(call))
         sums = _begin(self.d_input, 1), _begin(self.d_weight, rows.chunks)
-        classes = call.own_classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
+        classes = call.classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
         made = _Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
         made.class_sums(up, self.need_weight)
         # The sums of the tiles are read before the parts of d_input are written.
@@ -300,7 +301,7 @@ def kept_gradients(
     made = _Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 5), up, undo=g.view(1))
     made.class_sums(up, needs[1])
     grads = _Gradients(call, needs, dtypes)
-    classes = call.own_classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
+    classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
     sums = _begin(grads.d_input, 1), _begin(grads.d_weight, 1)
     grads.from_exponentials(made, 0, sums, classes, call.parts())
     grads.finish_class_sums(up)

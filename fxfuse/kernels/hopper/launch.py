@@ -65,12 +65,12 @@ class Bad(NamedTuple):
     gathered: Tensor  # [most, D]
 
 
-class Own(NamedTuple):
-    """What indexed logits' own gradients give to the weight, class by class."""
+class Classes(NamedTuple):
+    """The classes that the listed rows are indexed with, whose sums for d_weight are finished apart."""
 
-    keys: Tensor  # [N] int64: chunk and class of the listed rows, sorted
+    keys: Tensor  # [N] int32 or int64: chunk and class of the listed rows, sorted
     position: Tensor  # [N] int64: where in the list each is
-    rows: Tensor  # [most, D] float32
+    rows: Tensor  # [most, D] float32: sums of a chunk's classes
     slots: Tensor  # [V] int32: chunk * most + row
 
 
@@ -203,7 +203,7 @@ class Call:
             list_kernel,
             (1,),
             given.lse, given.picked, given.class_sum, self.index, made.lse, made.picked, *listed,
-            self.rows, self.index.shape[1], BLOCK=_list_block(self.rows), num_warps=8,
+            self.rows, self.index.shape[1], BLOCK=_list_block(self.rows), num_warps=16,
         )  # fmt: skip
         return listed
 
@@ -218,7 +218,7 @@ class Call:
             *listed,
             self.rows,
             BLOCK=_list_block(self.rows),
-            num_warps=8,
+            num_warps=16,
         )
         return listed
 
@@ -422,7 +422,7 @@ class Call:
             loss_kernel,
             (1,),
             stats.lse, stats.log_prob, class_sum, self.index, c.lse, c.picked, c.class_sum, loss, self.rows,
-            self.index.shape[1], BLOCK=_list_block(self.rows), num_warps=8,
+            self.index.shape[1], BLOCK=_list_block(self.rows), num_warps=16,
         )  # fmt: skip
         return loss
 
@@ -505,10 +505,11 @@ class Call:
             self.index.shape[1],
             columns,
             e.stride(0),
-            BLOCK_TILES=64,
+            BLOCK_TILES=256,
             BLOCK_ROWS=16,
-            BLOCK_HIDDEN=256,
+            BLOCK_HIDDEN=512,
             ROWS=self.row_block,
+            num_warps=8,
         )
         # Where there are no bad rows, these launches find that out.
         again = Rows(bad.order, bad.length[chunk], rows.most, 1)
@@ -682,8 +683,9 @@ class Call:
             **options,
         )
         sizes = {name: options[name] for name in ("BM", "BN", "BK", "GROUP", "ROWS")}
-        strips = (programs, tile.rows // 8)
-        launch(signature, products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
+        strips = (programs, tile.rows // 4)
+        rest = products.d_input_rest_kernel
+        launch(signature, rest, strips, parts, *total, *common[1:], **sizes, STRIP=4, PIECES=4)
 
     def add_weight(
         self,
@@ -695,33 +697,42 @@ class Call:
         total: Sum,
         undo: Tensor | None = None,
         class_row: Tensor | None = None,
-        own: Own | None = None,
+        classes: Classes | None = None,
     ) -> None:
         """Add ``dz.T @ x`` to the rows ``window`` of d_weight; the first chunk's sum begins there.
 
-        ``class_row [D]`` times the class weights is added once, and what ``own`` has for this chunk.
+        ``class_row [D]`` times the class weights is added once. The sums of this chunk's ``classes`` are to be finished
+        by ``finish_classes``.
         """
-        tile = tiles.described("d_weight", self.input)
         out = total.out[window]
-        classes = out.shape[0]
-        programs = min(self.programs * tile.slots, -(-classes // tile.rows) * -(-self.hidden // tile.vocab))
+        low = None if total.low is None else total.low[window]
+        # Kernels that take turns add to sums in 16 bits and more, those of float16 operands are float32.
+        tile = tiles.described("d_weight", self.input, turns=out.element_size() == 2)
+        height = out.shape[0]
+        programs = min(self.programs * tile.slots, -(-height // tile.rows) * -(-self.hidden // tile.vocab))
+        kernel, half, sums = products.d_weight_kernel, 1, (out, low)
+        if tile.takes_turns:
+            pingpong = _pingpong()
+            kernel = pingpong.d_weight_kernel
+            if tile.vocab == 256:
+                kernel, half = pingpong.d_weight_together_kernel, 2
+            sums = tuple(None if s is None else _describe(s, tile, 64, 64) for s in sums)
         launch(
-            (self.signature, classes, out.dtype),
-            _kernel(products.d_weight_kernel, tile),
+            (self.signature, height, out.dtype),
+            kernel,
             (programs,),
-            _describe(dz, tile, tile.hidden, tile.rows),
+            _describe(dz, tile, tile.hidden, tile.rows // half),
             _describe(x, tile, tile.hidden, tile.vocab),
-            out,
-            None if total.low is None else total.low[window],
+            *sums,
             undo,
             None if self.class_weight is None else self.class_weight[window],
             class_row,
-            None if own is None else own.rows,
-            None if own is None else own.slots,
+            None if classes is None else classes.rows,
+            None if classes is None else classes.slots,
             rows.length,
             chunk,
             rows.most,
-            classes,
+            height,
             self.hidden,
             programs,
             **self.launch_options(tile),
@@ -750,32 +761,49 @@ class Call:
             num_warps=8,
         )
 
-    def own_classes(self, rows: Rows) -> Own:
-        """What ``own_of`` fills in; with the listed rows sorted by chunk and class."""
-        keys = self.empty(self.rows, dtype=torch.int64)
+    def classes(self, rows: Rows) -> Classes:
+        """The classes of the listed rows, sorted by chunk and class."""
+        dtype = torch.int32 if rows.chunks * (self.vocab + 1) < 2**31 else torch.int64
+        keys = self.empty(self.rows, dtype=dtype)
         launch(
-            self.signature, products.keys_kernel, (triton.cdiv(self.rows, 256),), self.index, rows.order, rows.length,
-            keys, self.rows, rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
+            (self.signature, dtype), products.keys_kernel, (triton.cdiv(self.rows, 256),), self.index, rows.order,
+            rows.length, keys, self.rows, rows.most, self.vocab, LARGEST=torch.iinfo(dtype).max, BLOCK=256,
+            ROWS=self.row_block,
         )  # fmt: skip
         keys, position = keys.sort(stable=True)
         slots = torch.full((self.vocab,), -1, dtype=torch.int32, device=self.input.device)
-        return Own(keys, position, self.empty(rows.most, self.hidden), slots)
+        return Classes(keys, position, self.empty(rows.most, self.hidden), slots)
 
-    def own_of(self, rows: Rows, chunk: int, own: Tensor, into: Own, d_bias: Tensor | None) -> None:
-        """What gradients ``own [N, 1]`` of indexed logits give to the weight; to d_bias they are added."""
-        block = min(1024, triton.next_power_of_2(self.hidden))
+    def place_classes(self, rows: Rows, chunk: int, classes: Classes) -> None:
+        """Give the classes of a chunk their slots."""
         launch(
-            self.signature,
+            (self.signature, classes.keys.dtype), products.slots_kernel, (triton.cdiv(rows.most, 256),), classes.keys,
+            rows.length, classes.slots, chunk, rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
+        )  # fmt: skip
+
+    def finish_classes(
+        self, rows: Rows, chunk: int, own: Tensor, classes: Classes, total: Sum | None, d_bias: Tensor | None
+    ) -> None:
+        """Add what gradients ``own [N, 1]`` of indexed logits give to d_weight, after the chunk's product, and d_bias.
+
+        They are the large entries, and where a model is sure of them they nearly cancel the rest: what is added up is
+        rounded after that.
+        """
+        block = min(1024, triton.next_power_of_2(self.hidden))
+        out, low = (None, None) if total is None else total
+        launch(
+            (self.signature, classes.keys.dtype, None if out is None else out.dtype),
             products.own_classes_kernel,
             (rows.most, triton.cdiv(self.hidden, block)),
-            into.keys,
-            into.position,
+            classes.keys,
+            classes.position,
             rows.order,
             rows.length,
             own,
             self.input,
-            into.rows,
-            into.slots,
+            classes.rows,
+            out,
+            low,
             d_bias,
             chunk,
             rows.most,

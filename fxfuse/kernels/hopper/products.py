@@ -20,24 +20,40 @@ def _unless(flag, mask):
 
 
 @triton.jit
+def joined(upper, lower):
+    """The sums whose upper 16 bits are ``upper`` (of any type) and whose next 8 are ``lower``."""
+    bits = (upper.to(tl.int16, bitcast=True).to(tl.int32) << 16) | ((lower.to(tl.int32) & 0xFF) << 8)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cut(value, last, DTYPE: tl.constexpr):
+    """The upper 16 and the next 8 bits of sums; if ``last``, the sums rounded to a DTYPE of 16 bits, and anything."""
+    bits = value.to(tl.int32, bitcast=True)
+    # Rounded to 24 bits; infinities and NaNs have no bits to round.
+    bits = tl.where(tl.abs(value) < float("inf"), bits + 0x80, bits)
+    rounded = value.to(DTYPE).to(tl.int16, bitcast=True)
+    upper = tl.where(last != 0, rounded, (bits >> 16).to(tl.int16))
+    return upper.to(DTYPE, bitcast=True), (bits >> 8).to(tl.int8)
+
+
+@triton.jit
 def accumulate(out, low, at, mask, value, first, last):
-    """Add ``value`` to the sums at ``out + at``, which begin with it if ``first`` and are rounded if ``last``."""
+    """Add ``value`` to the sums at ``out + at``, which begin with it if ``first`` and are rounded if ``last``.
+
+    The sums are returned as they are before rounding.
+    """
     # Predicates, not branches: those would keep the compiler from overlapping this with the next tile.
     again = _unless(first, mask)
     if low is None:
         value += tl.load(out + at, mask=again, other=0.0).to(tl.float32)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
     else:
-        upper = tl.load(out + at, mask=again, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        lower = (tl.load(low + at, mask=again, other=0).to(tl.int32) & 0xFF) << 8
-        value += (upper | lower).to(tl.float32, bitcast=True)
-        # Rounded to 24 bits; infinities and NaNs have no bits to round.
-        bits = value.to(tl.int32, bitcast=True)
-        bits = tl.where(tl.abs(value) < float("inf"), bits + 0x80, bits)
-        rounded = value.to(out.dtype.element_ty).to(tl.int16, bitcast=True)
-        upper16 = tl.where(last != 0, rounded, (bits >> 16).to(tl.int16))
-        tl.store(out + at, upper16.to(out.dtype.element_ty, bitcast=True), mask=mask)
-        tl.store(low + at, (bits >> 8).to(tl.int8), mask=_unless(last, mask))
+        value += joined(tl.load(out + at, mask=again, other=0.0), tl.load(low + at, mask=again, other=0))
+        upper, lower = cut(value, last, out.dtype.element_ty)
+        tl.store(out + at, upper, mask=mask)
+        tl.store(low + at, lower, mask=_unless(last, mask))
+    return value
 
 
 @triton.jit
@@ -163,6 +179,7 @@ def d_input_rest_kernel(
     parts, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, length, chunk, most, vocab,
     hidden, indexed, w_row, w_col, out_row, programs, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of the tiles that were cut up, in order, and finish them like whole ones."""
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
@@ -171,10 +188,15 @@ def d_input_rest_kernel(
     if cut >= rest:
         return
     strip = tl.program_id(1) * STRIP
-    value = tl.zeros((STRIP, BN), tl.float32)
-    for piece in range(pieces):
+    # Several pieces at a time: reading one after the other would be waiting.
+    some = tl.zeros((PIECES, STRIP, BN), tl.float32)
+    inside = tl.arange(0, STRIP)[:, None] * BN + tl.arange(0, BN)[None, :]
+    for first_piece in range(0, pieces, PIECES):
+        piece = first_piece + tl.arange(0, PIECES)
         slot = (piece * rest + cut).to(tl.int64) * BM + strip
-        value += tl.load(parts + (slot + tl.arange(0, STRIP))[:, None] * BN + tl.arange(0, BN)[None, :])
+        at = parts + (slot * BN)[:, None, None] + inside[None, :, :]
+        some += tl.load(at, mask=(piece < pieces)[:, None, None], other=0.0)
+    value = tl.sum(some, 0)
     row_block, column = grouped(whole * programs + cut, row_blocks, columns, GROUP)
     row = row_block * BM + strip + tl.arange(0, STRIP)
     col = column * BN + tl.arange(0, BN)
@@ -193,7 +215,7 @@ def d_weight_kernel(
     normalise,  # [1] float32 or None
     class_weight,  # [W] float32, or None for ones
     class_row,  # [D] float32 or None: added to the first sum, times the class's weight
-    rows_of_classes,  # [most, D] float32: added to the classes that have a slot in this chunk; or None
+    rows_of_classes,  # [most, D] float32, out: the sums of the classes that have a slot in this chunk; or None
     slots,  # [W] int32: chunk * most + row of rows_of_classes
     length,  # [1] int32
     chunk,
@@ -228,22 +250,19 @@ def d_weight_kernel(
         slot = None
         if rows_of_classes is not None:
             slot = tl.load(slots + row, mask=row < vocab, other=-1) - chunk * most
-        finish_classes(
+        _finish_classes(
             left, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col, vocab, hidden,
             first, last,
         )  # fmt: skip
-        finish_classes(
+        _finish_classes(
             right, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col + HALF, vocab,
             hidden, first, last,
         )  # fmt: skip
 
 
 @triton.jit
-def finish_classes(
-    value, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col, vocab, hidden, first,
-    last,
-):  # fmt: skip
-    """Scale a tile of d_weight, add what class sums and indexed classes give, and add it to the sums."""
+def scaled(value, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first):
+    """A tile of d_weight scaled, with what class sums give."""
     value = tl.where(rows > 0, value, 0.0)
     if normalise is not None:
         value = value * tl.load(normalise)
@@ -252,12 +271,27 @@ def finish_classes(
         if class_weight is not None:
             added = added * tl.load(class_weight + row, mask=row < vocab, other=0.0)[:, None]
         value += added
-    if rows_of_classes is not None:
-        # A class that this chunk does not have has a slot of an earlier one, or none.
-        mask = (slot >= 0)[:, None] & (col < hidden)[None, :]
-        value += tl.load(rows_of_classes + slot[:, None] * hidden + col[None, :], mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def keep_classes(value, rows_of_classes, slot, col, hidden):
+    """Store the sums of classes that have a slot: what indexed logits give to them is added there."""
+    mask = (slot >= 0)[:, None] & (col < hidden)[None, :]
+    tl.store(rows_of_classes + slot.to(tl.int64)[:, None] * hidden + col[None, :], value, mask=mask)
+
+
+@triton.jit
+def _finish_classes(
+    value, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col, vocab, hidden, first,
+    last,
+):  # fmt: skip
+    """Add a tile of d_weight to the sums."""
+    value = scaled(value, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first)
     at = row.to(tl.int64)[:, None] * hidden + col[None, :]
-    accumulate(out, low, at, (row < vocab)[:, None] & (col < hidden)[None, :], value, first, last)
+    sums = accumulate(out, low, at, (row < vocab)[:, None] & (col < hidden)[None, :], value, first, last)
+    if rows_of_classes is not None:
+        keep_classes(sums, rows_of_classes, slot, col, hidden)
 
 
 @triton.jit(do_not_specialize=["chunk", "most"])
@@ -320,10 +354,11 @@ def keys_kernel(
     index,  # [N] int64
     order,  # [N] int32
     length,  # [1] int32
-    keys,  # [N] int64, out
+    keys,  # [N] int32 or int64, out
     rows,
     most,
     vocab,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -335,19 +370,46 @@ def keys_kernel(
     label = tl.load(index + row, mask=at < total, other=-1)
     label = tl.where((label >= 0) & (label < vocab), label, vocab)
     key = (at // tl.maximum(step, 1)).to(tl.int64) * (vocab + 1) + label
-    tl.store(keys + at, tl.where(at < total, key, 0x7FFFFFFFFFFFFFFF), mask=at < rows)
+    tl.store(keys + at, tl.where(at < total, key, LARGEST).to(keys.dtype.element_ty), mask=at < rows)
+
+
+@triton.jit
+def _first_of_class(keys, start, slot, chunk, vocab, there):
+    """(the key, the class) of the sorted row ``slot`` of a chunk, and whether it is the first row of a class."""
+    key = tl.load(keys + start + slot, mask=there, other=0).to(tl.int64)
+    before = tl.load(keys + start + slot - 1, mask=there & (slot > 0), other=-1)
+    label = key - chunk.to(tl.int64) * (vocab + 1)
+    return key, label, there & (label < vocab) & (key != before)
+
+
+@triton.jit(do_not_specialize=["chunk", "most"])
+def slots_kernel(
+    keys,  # [N], of ``keys_kernel``, ascending
+    length,  # [1] int32
+    slots,  # [V] int32, out: chunk * most + the sorted row that is a class's first
+    chunk,
+    most,
+    vocab,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, label, is_first = _first_of_class(keys, start, slot, chunk, vocab, slot < rows)
+    tl.store(slots + label, chunk * most + slot, mask=is_first)
 
 
 @triton.jit(do_not_specialize=["chunk", "most"])
 def own_classes_kernel(
-    keys,  # [N] int64, of ``keys_kernel``, ascending
+    keys,  # [N], of ``keys_kernel``, ascending
     position,  # [N] int64: where in the list each row is
     order,  # [N] int32
     length,  # [1] int32
     own,  # [N] float32
     x,  # [N, D]
-    rows_of_classes,  # [most, D] float32, out: what each class is given
-    slots,  # [V] int32, out: chunk * most + the row of ``rows_of_classes`` that is a class's
+    rows_of_classes,  # [most, D] float32: the sums of each class so far, at its slot
+    out,  # [V, D], out; or None
+    low,  # [V, D] int8, out; or None
     d_bias,  # [V] float32, added to; or None
     chunk,
     most,
@@ -359,15 +421,12 @@ def own_classes_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sums of ``own`` times hidden states over the rows of a chunk with the same class, in the list's order."""
-    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    """Add ``own`` times hidden states to the classes of a chunk's rows, rows of the same class in the list's order."""
+    count = tl.load(length)
+    start, rows = chunk_bounds(count, chunk, most, ROWS)
     slot = tl.program_id(0)
-    if slot >= rows:
-        return
-    key = tl.load(keys + start + slot)
-    label = key - chunk.to(tl.int64) * (vocab + 1)
-    before = tl.load(keys + start + slot - 1, mask=slot > 0, other=-1)
-    if (label >= vocab) | (key == before):
+    key, label, is_first = _first_of_class(keys, start, slot, chunk, vocab, slot < rows)
+    if not is_first:
         return
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK_ENTRIES, BLOCK), tl.float32)
@@ -387,9 +446,16 @@ def own_classes_kernel(
         total_bias += g
         found = tl.sum(same.to(tl.int32), 0)
         first += BLOCK_ENTRIES
-    tl.store(rows_of_classes + slot.to(tl.int64) * hidden + col, tl.sum(total, 0), mask=col < hidden)
-    # By one program of the class.
-    only = tl.program_id(1) == 0
-    tl.store(slots + label, chunk * most + slot, mask=only)
+    if out is not None:
+        there = col < hidden
+        value = tl.sum(total, 0) + tl.load(rows_of_classes + slot.to(tl.int64) * hidden + col, mask=there, other=0.0)
+        at = label * hidden + col
+        if low is None:
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=there)
+        else:
+            upper, lower = cut(value, chunk == last_chunk(count, most), out.dtype.element_ty)
+            tl.store(out + at, upper, mask=there)
+            tl.store(low + at, lower, mask=there)
     if d_bias is not None:
+        only = tl.program_id(1) == 0  # one program of the class
         tl.store(d_bias + label, tl.load(d_bias + label, mask=only, other=0.0) + tl.sum(total_bias, 0), mask=only)

@@ -9,11 +9,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .exponentials import exponentials_kernel
 from .products import d_weight_kernel
 from .stats import stats_kernel
+from .together import d_weight_together_kernel
 
-__all__ = ["d_weight_kernel", "describe", "exponentials_kernel", "stats_kernel"]
+__all__ = ["d_weight_kernel", "d_weight_together_kernel", "describe", "exponentials_kernel", "stats_kernel"]
 
 
 def describe(matrix: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """A descriptor of blocks that lie in shared memory as the tensor cores read them."""
-    bits = 8 * matrix.element_size()
-    return TensorDescriptor(matrix, shape, strides, block, gl.NVMMASharedLayout(128, bits, rank=2))
+    size = matrix.element_size()
+    layout = gl.NVMMASharedLayout(min(128, block[-1] * size), 8 * size, rank=2)
+    return TensorDescriptor(matrix, shape, strides, block, layout)

@@ -1,25 +1,19 @@
-"""The product for the gradient of the weight as in ``..products``, by warpgroups that take turns."""
+"""The product for the gradient of the weight as in ``..products``, by warpgroups that take turns.
+
+A second warp loads the old sums of a tile into buffers of their own while it is multiplied.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...logits import grouped
-from ..products import finish_classes
-from ..schedule import chunk_bounds, last_chunk
-from .ring import BLOCK, barriers, half, load_tiles, multiply
+from .ring import BLOCK, barriers, half, half_of_rows, load_tiles, multiply
+from .sums import PIECE, add_piece, load_pieces, sizes, slots_of
 
-
-@gluon.jit
-def _sizes(length, chunk, most, vocab, hidden, ROWS: gl.constexpr):
-    """(rows of the chunk, at least one row to multiply, blocks of classes, columns, tiles)."""
-    _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
-    class_blocks = gl.cdiv(vocab, BLOCK)
-    columns = gl.cdiv(hidden, BLOCK)
-    # A chunk without rows has nothing to do, but for the first, which must write.
-    tiles = gl.where((rows > 0) | (chunk == 0), class_blocks * columns, 0)
-    return rows, gl.maximum(rows, 1), class_blocks, columns, tiles
+PIECES = gl.constexpr(4)  # of a tile
 
 
 @gluon.jit
@@ -27,7 +21,7 @@ def _load(
     dz, x, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, full, empty, BK: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    _, terms, class_blocks, columns, tiles = _sizes(length, chunk, most, vocab, hidden, ROWS)
+    _, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
     load_tiles(
         dz, x, dz_tiles, x_tiles, full, empty, gl.program_id(0), tiles, programs, class_blocks, columns, terms, False,
         False, BK, GROUP, STAGES,
@@ -35,44 +29,62 @@ def _load(
 
 
 @gluon.jit
+def _load_sums(
+    out, low, length, chunk, most, vocab, hidden, programs, uppers, lowers, come, free, GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    _, _, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
+    warpgroup = 0
+    for tile in range(gl.program_id(0), tiles, programs):
+        class_block, column = grouped(tile, class_blocks, columns, GROUP)
+        for i in gl.static_range(PIECES):
+            mbarrier.wait(free.index(i), warpgroup ^ 1)
+            row = class_block * BLOCK + i // 2 * PIECE
+            col = column * BLOCK + i % 2 * PIECE
+            load_pieces(out, low, uppers, lowers, i, come.index(warpgroup * PIECES + i), row, col, chunk, 1)
+        warpgroup ^= 1
+
+
+@gluon.jit
 def _add(
     out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden, programs,
-    dz_tiles, x_tiles, full, empty, turn, WARPGROUP: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr,
+    dz_tiles, x_tiles, full, empty, turn, uppers, lowers, come, free, WARPGROUP: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    rows, terms, class_blocks, columns, tiles = _sizes(length, chunk, most, vocab, hidden, ROWS)
-    first = chunk == 0
-    last = chunk == last_chunk(gl.load(length), most)
+    rows, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
     steps = gl.cdiv(terms, BK)
-    HALF: gl.constexpr = BLOCK // 2
-    # Sixteen bytes of a 16-bit sum a thread, and whole rows of a tile a few threads.
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     round = 0
     for tile in range(gl.program_id(0) + WARPGROUP * programs, tiles, 2 * programs):
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
+        upper_slot = slots_of(rows_of_classes, slots, class_block * BLOCK, chunk, most, vocab)
+        lower_slot = slots_of(rows_of_classes, slots, class_block * BLOCK + PIECE, chunk, most, vocab)
         acc = multiply(
             dz_tiles, x_tiles, full, empty, turn, round, (2 * round + WARPGROUP) * steps, steps, False, False,
             WARPGROUP, STAGES,
         )  # fmt: skip
-        round += 1  # noqa: SIM113
-        row = class_block * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
-        slot = None
-        if rows_of_classes is not None:
-            slot = gl.load(slots + row, mask=row < vocab, other=-1) - chunk * most
-        for i in gl.static_range(2):
-            col = column * BLOCK + i * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-            finish_classes(
-                gl.convert_layout(half(acc, i == 1), layout), out, low, normalise, class_weight, class_row,
-                rows_of_classes, slot, rows, row, col, vocab, hidden, first, last,
+        for i in gl.static_range(PIECES):
+            mbarrier.wait(come.index(WARPGROUP * PIECES + i), round & 1)
+            add_piece(
+                half(half_of_rows(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(i), lowers.index(i), normalise,
+                class_weight, class_row, rows_of_classes, lower_slot if i // 2 == 1 else upper_slot, rows,
+                class_block * BLOCK + i // 2 * PIECE, column * BLOCK + i % 2 * PIECE, length, chunk, most, vocab,
+                hidden,
             )  # fmt: skip
+            if i > 0:
+                # Two stores a piece, or one: those before them have been read from.
+                tma.store_wait(1 if low is None else 2)
+                mbarrier.arrive(free.index(i - 1))
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(PIECES - 1))
+        round += 1  # noqa: SIM113
 
 
 @gluon.jit(do_not_specialize=["chunk", "most", "programs"])
 def d_weight_kernel(
     dz,  # descriptor of [most, W] in blocks [BK, 128]
     x,  # descriptor of [most, D] in blocks [BK, 128]
-    out,
-    low,
+    out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
+    low,  # descriptor of [W, D] int8 in the same blocks, or None: where there is one chunk only
     normalise,
     class_weight,
     class_row,
@@ -91,24 +103,35 @@ def d_weight_kernel(
 ):
     dz_tiles = gl.allocate_shared_memory(dz.dtype, [STAGES, BK, BLOCK], dz.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BK, BLOCK], x.layout)
+    uppers = gl.allocate_shared_memory(out.dtype, [PIECES, PIECE, PIECE], out.layout)
+    lowers = uppers  # which is not looked at
+    if low is not None:
+        lowers = gl.allocate_shared_memory(gl.int8, [PIECES, PIECE, PIECE], low.layout)
     full = barriers(STAGES)
     empty = barriers(STAGES)
     turn = barriers(2)
+    come = barriers(2 * PIECES)
+    free = barriers(PIECES)
     gl.warp_specialize(
         [
             (_add, (
                 out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab,
-                hidden, programs, dz_tiles, x_tiles, full, empty, turn, 0, BK, GROUP, STAGES, ROWS,
+                hidden, programs, dz_tiles, x_tiles, full, empty, turn, uppers, lowers, come, free, 0, BK, GROUP,
+                STAGES, ROWS,
             )),
             (_add, (
                 out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab,
-                hidden, programs, dz_tiles, x_tiles, full, empty, turn, 1, BK, GROUP, STAGES, ROWS,
+                hidden, programs, dz_tiles, x_tiles, full, empty, turn, uppers, lowers, come, free, 1, BK, GROUP,
+                STAGES, ROWS,
             )),
             (_load, (
                 dz, x, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, full, empty, BK, GROUP, STAGES,
                 ROWS,
             )),
+            (_load_sums, (
+                out, low, length, chunk, most, vocab, hidden, programs, uppers, lowers, come, free, GROUP, ROWS,
+            )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip

@@ -31,35 +31,45 @@ BLOCK = gl.constexpr(128)  # rows and columns of a tile
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr):
-    """So many barriers, each for one arrival."""
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """So many barriers, each for so many arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=1)
+        mbarrier.init(made.index(i), count=ARRIVALS)
     fence_async_shared()
     return made
 
 
 @gluon.jit
 def half(acc, SECOND: gl.constexpr):
-    """One half ``[128, 64]`` of the columns of an accumulator: the same registers."""
-    first, second = acc.reshape([BLOCK, 2, BLOCK // 2]).permute([0, 2, 1]).split()
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK // 2, 16])
+    """One half of the columns of an accumulator: the same registers."""
+    rows: gl.constexpr = acc.shape[0]
+    width: gl.constexpr = acc.shape[1] // 2
+    first, second = acc.reshape([rows, 2, width]).permute([0, 2, 1]).split()
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     return gl.convert_layout(second if SECOND else first, layout, assert_trivial=True)
 
 
 @gluon.jit
-def _after(slot, phase, STAGES: gl.constexpr):
+def half_of_rows(acc, SECOND: gl.constexpr):
+    """One half of the rows of an accumulator: the same registers."""
+    rows: gl.constexpr = acc.shape[0] // 2
+    width: gl.constexpr = acc.shape[1]
+    first, second = acc.reshape([2, rows, width]).permute([1, 2, 0]).split()
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    return gl.convert_layout(second if SECOND else first, layout, assert_trivial=True)
+
+
+@gluon.jit
+def after(slot, phase, STAGES: gl.constexpr):
     """The slot after ``slot``, and the parity of its barriers there."""
     wrapped = (slot == STAGES - 1).to(gl.int32)
     return (slot + 1) * (1 - wrapped), phase ^ wrapped
 
 
 @gluon.jit
-def _add_product(a_tiles, b_tiles, slot, acc, AGAIN: gl.constexpr, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr):
-    """Begin to add a slot's product to ``acc``, or to begin it; the product before has ended after it."""
-    a = a_tiles.index(slot)
-    b = b_tiles.index(slot)
+def add_product(a, b, acc, AGAIN: gl.constexpr, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr):
+    """Begin to add the product of two tiles to ``acc``, or to begin it; the product before has ended after it."""
     if not A_ALONG:
         a = a.permute([1, 0])
     if B_ALONG:
@@ -99,7 +109,7 @@ def load_tiles(
                 load_async(b, [col, k], bar, b_tiles.index(slot))
             else:
                 load_async(b, [k, col], bar, b_tiles.index(slot))
-            slot, phase = _after(slot, phase, STAGES)
+            slot, phase = after(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -119,15 +129,15 @@ def multiply(
     # The first step by itself: a condition inside the loop would cost it several percent.
     mbarrier.wait(full.index(slot), phase)
     acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
-    acc = _add_product(a_tiles, b_tiles, slot, acc, False, A_ALONG, B_ALONG)
+    acc = add_product(a_tiles.index(slot), b_tiles.index(slot), acc, False, A_ALONG, B_ALONG)
     before = slot
-    slot, phase = _after(slot, phase, STAGES)
+    slot, phase = after(slot, phase, STAGES)
     for _ in range(1, steps):
         mbarrier.wait(full.index(slot), phase)
-        acc = _add_product(a_tiles, b_tiles, slot, acc, True, A_ALONG, B_ALONG)
+        acc = add_product(a_tiles.index(slot), b_tiles.index(slot), acc, True, A_ALONG, B_ALONG)
         mbarrier.arrive(empty.index(before))
         before = slot
-        slot, phase = _after(slot, phase, STAGES)
+        slot, phase = after(slot, phase, STAGES)
     mbarrier.arrive(turn.index(1 - WARPGROUP))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(before))
