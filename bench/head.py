@@ -8,7 +8,8 @@
 vocabulary, of a padded one); ``fwd ÷1`` the loss alone over one product; ``rows ÷4`` the gradients of per-row losses
 (``reduction="none"``) over four. Each is measured in turns with its products, in one process, several times: medians.
 The card is warm and its power is limited, for both. ``extra`` is the peak of memory above the operands, in MiB, beside
-dX and dW themselves. The errors are relative L2 errors of the gradients against float64. With ignored labels, ``of
+dX and dW themselves. The errors are relative L2 errors of the gradients against float64, and ``same bits`` tells
+whether ten steps gave the same gradients. With ignored labels, ``of
 dense`` is the time over that of the same implementation with none ignored. ``softcap`` and the like are the time with
 that over the time without.
 """
@@ -63,8 +64,9 @@ def with_options(bias: torch.Tensor, class_weight: torch.Tensor) -> dict[str, Lo
     }
 
 
-def fused(loss: Loss) -> Loss:
-    return torch.compile(loss, backend="fxfuse", dynamic=False, options={"fxfuse.min_logits_bytes": 0})
+def fused(loss: Loss, memory: int = 0) -> Loss:
+    options = {"fxfuse.min_logits_bytes": 0, "fxfuse.memory": memory}
+    return torch.compile(loss, backend="fxfuse", dynamic=False, options=options)
 
 
 def peers() -> dict[str, Loss]:
@@ -98,6 +100,7 @@ def implementations() -> dict[str, Loss]:
         "eager": plain,
         "inductor": torch.compile(plain, dynamic=False),
         "fxfuse": fused(plain),
+        "fxfuse in 256 MiB": fused(plain, 256 << 20),
         **peers(),
     }
 
@@ -130,11 +133,24 @@ class Clock:
         return times / bases, times * 1e3
 
 
+def resident_mib(field: str) -> float:
+    """``VmRSS``, the memory of this process, or ``VmHWM``, the most since that was last reset; on Linux."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(f"{field}:")) / 2**10
+
+
 def peak_mib(f: Callable[[], Any]) -> float | None:
-    """Peak of CUDA memory during ``f`` above what was in use before, in MiB."""
-    if not torch.cuda.is_available():
-        return None
+    """Peak of memory during ``f`` above what was in use before, in MiB: CUDA's, or without that the process's."""
     gc.collect()
+    if not torch.cuda.is_available():
+        try:
+            with open("/proc/self/clear_refs", "w") as clear:
+                clear.write("5")  # resets VmHWM
+            before = resident_mib("VmRSS")
+            f()
+            return resident_mib("VmHWM") - before
+        except OSError:
+            return None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -207,6 +223,14 @@ class Case:
         with torch.no_grad():
             f(self.x, self.w, labels)
 
+    def repeats_itself(self, f: Loss) -> bool:
+        first = self.x.grad, self.w.grad
+        for _ in range(9):
+            self.step(f, self.y)
+            if not (torch.equal(self.x.grad, first[0]) and torch.equal(self.w.grad, first[1])):
+                return False
+        return True
+
     def measure_options(self, f: Loss, row: dict[str, Any]) -> None:
         vocab = self.shape[2]
         bias = torch.randn(vocab, device=self.w.device, dtype=self.w.dtype).requires_grad_()
@@ -229,6 +253,7 @@ class Case:
             if self.exact is not None:
                 row["dX error"] = error(self.x.grad, self.exact[0])
                 row["dW error"] = error(self.w.grad, self.exact[1])
+                row["same bits"] = self.repeats_itself(f)
             row["÷3"], row["ms"] = clock.ratio(lambda: self.step(f, self.y), self.products(3))
             row["fwd ÷1"], row["fwd ms"] = clock.ratio(lambda: self.forward(f, self.y), self.products(1))
             self.x.grad = self.w.grad = None
@@ -291,7 +316,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the labels that are ignored")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
-    parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64")
+    parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64, and with those "
+                        "of nine more steps")  # fmt: skip
     parser.add_argument("--per-row", action="store_true", help="also time the gradients of per-row losses")
     parser.add_argument("--options", action="store_true", help="also time fxfuse with a softcap, a scale, a bias, "
                         "class weights and label smoothing, each over the plain loss")  # fmt: skip

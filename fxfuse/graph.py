@@ -332,7 +332,7 @@ class _Planner:
         head = candidate.head
         operands = [(handle, candidate.node) for handle in (head.input, head.weight, head.bias)]
         operands += [(handle, node) for node, reader in one.readers for handle in reader.operands]
-        saves = computes_again([reader for _, reader in one.readers])
+        saves = computes_again([reader for _, reader in one.readers], self.options.memory)
         for handle, read_at in operands:
             if not isinstance(handle, Node):
                 continue
@@ -389,9 +389,11 @@ class _GraphEmit(Emit):
         return _example(handle)
 
 
-def _write(candidate: Candidate, one: Pass, emit: _GraphEmit, in_checkpoint: bool) -> tuple[str, list[Node]]:
+def _write(
+    candidate: Candidate, one: Pass, emit: _GraphEmit, in_checkpoint: bool, memory: int
+) -> tuple[str, list[Node]]:
     """Emit a pass: the variant, and what replaces each of its readers."""
-    variant, results = compute(emit, candidate.head, [reader for _, reader in one.readers], in_checkpoint)
+    variant, results = compute(emit, candidate.head, [reader for _, reader in one.readers], in_checkpoint, memory)
     return variant, [_as_eager(emit, node, result) for (node, _), result in zip(one.readers, results, strict=True)]
 
 
@@ -481,7 +483,7 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
             assert planner is not None
             for one in planner.plan(candidate) or ():
                 emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
-                variant, results = _write(candidate, one, emit, in_checkpoint)
+                variant, results = _write(candidate, one, emit, in_checkpoint, options.memory)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 variants.setdefault(candidate, []).append(variant)
         for old, new in swaps:

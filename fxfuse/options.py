@@ -19,12 +19,15 @@ class Options:
         enabled: False hands every graph to the inner backend as it is.
         min_logits_bytes: logits smaller than this many bytes are left alone; 0 fuses everything that is sound.
         inner: the registered backend that compiles the rewritten graph.
+        memory: bytes that the buffers for gradients should take, beside the gradients: these are then made in the
+            backward, in four products instead of three. 0 for what is fastest. See README.
         strict: raise ``FxfuseError`` where a head is kept dense for a reason that the user can mend.
     """
 
     enabled: bool = True
     min_logits_bytes: int = 16 << 20
     inner: str = "inductor"
+    memory: int = 0
     strict: bool = False
 
     @classmethod

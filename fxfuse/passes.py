@@ -20,20 +20,23 @@ RECOMPUTED = "recompute in backward"
 FORWARD_ONLY = "forward only"
 
 
-def computes_again(readers: Sequence[Reader]) -> bool:
+def computes_again(readers: Sequence[Reader], memory: int) -> bool:
     """Whether the backward of ``readers`` in one pass reads the operands again."""
-    return readers[0].source.requires_grad and not _makes_gradients_in_forward(readers)
+    return readers[0].source.requires_grad and not _makes_gradients_in_forward(readers, memory)
 
 
-def _makes_gradients_in_forward(readers: Sequence[Reader]) -> bool:
-    return len(readers) == 1 and readers[0].coefficients is not None
+def _makes_gradients_in_forward(readers: Sequence[Reader], memory: int) -> bool:
+    return len(readers) == 1 and readers[0].coefficients is not None and memory == 0
 
 
-def compute(emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bool) -> tuple[str, list[Handle]]:
+def compute(
+    emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bool, memory: int
+) -> tuple[str, list[Handle]]:
     """Emit what ``readers``, which read the same rows of ``head``, return.
 
     A single scalar reader gets its gradients in the forward pass, or from what that keeps. Under activation
-    checkpointing the forward runs twice, so there they are computed in the backward.
+    checkpointing the forward runs twice, so there they are computed in the backward; and where ``memory`` bounds the
+    bytes of their buffers.
 
     Returns:
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
@@ -42,10 +45,10 @@ def compute(emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bo
     operands = (head.input, head.weight, head.bias)
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in operands]
     prepared = _operands(emit, head, readers[0])
-    if _makes_gradients_in_forward(readers) and not (in_checkpoint and any(needs)):
+    if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
         variant, result = _loss(emit, readers[0], prepared, needs)
         return variant, [result]
-    return (RECOMPUTED if any(needs) else FORWARD_ONLY), _statistics(emit, readers, prepared)
+    return (RECOMPUTED if any(needs) else FORWARD_ONLY), _statistics(emit, readers, prepared, memory)
 
 
 def _operands(emit: Emit, head: Head, reader: Reader) -> tuple[Handle, Handle, Handle]:
@@ -76,7 +79,7 @@ def _class_weight(emit: Emit, reader: Reader) -> Handle | None:
     return emit(torch.Tensor.to, reader.class_weight, acc_dtype(reader.source.head.dtype))
 
 
-def _options(reader: Reader) -> dict[str, str]:
+def _options(reader: Reader) -> dict[str, Any]:
     transform = reader.source.transform
     return {"transform": encode(transform)} if transform else {}
 
@@ -100,14 +103,14 @@ def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[
 
 
 def _keeps_exponentials(
-    emit: Emit, operands: tuple[Handle, ...], index: Handle, c: Coefficients, options: dict[str, str]
+    emit: Emit, operands: tuple[Handle, ...], index: Handle, c: Coefficients, options: dict[str, Any]
 ) -> bool:
     input, weight = (emit.example(handle) for handle in operands[:2])
     indexed = emit.example(index).shape[1]
     return keeps_exponentials(input, weight, indexed, c.class_sum is not None, options.get("transform", ""))
 
 
-def _statistics(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...]) -> list[Handle]:
+def _statistics(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int) -> list[Handle]:
     columns: dict[Any, slice] = {}  # of each distinct index in the one that the op is given
     parts: list[Handle] = []
     width = 0
@@ -124,7 +127,7 @@ def _statistics(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, .
     summing = [reader for reader in readers if reader.want_class_sum]
     weight = _class_weight(emit, summing[0]) if summing else None
     skip = all(reader.skip_unindexed for reader in readers)
-    scale, options = readers[0].source.scale, _options(readers[0])
+    scale, options = readers[0].source.scale, _options(readers[0]) | ({"memory": memory} if memory else {})
     out = emit(ops.linear_stats, *operands, index, weight, scale, bool(summing), skip, **options)
     lse, picked, log_prob, class_sum = (emit(operator.getitem, out, i) for i in range(4))
 

@@ -75,6 +75,12 @@ def test_min_logits_bytes() -> None:
     assert sites[0].reason is not None and sites[0].reason.code == "too_small"
 
 
+def test_with_bounded_memory_gradients_are_made_in_the_backward() -> None:
+    with new_sites() as sites:
+        torch.testing.assert_close(compiled(loss, memory=1 << 20)(World.make()), loss(World.make()))
+    assert [site.variant for site in sites] == ["recompute in backward"]
+
+
 def test_disabled() -> None:
     with new_sites() as sites:
         torch.testing.assert_close(compiled(loss, enabled=False)(World.make()), loss(World.make()))

@@ -192,7 +192,7 @@ def check_stats(p: Problem, *, skip_unindexed: bool = False) -> None:
         assert error(g, r) <= STATS_BOUND, (name, error(g, r))
 
 
-def check_gradients(p: Problem, *, floor: float = 1.0) -> None:
+def check_gradients(p: Problem, *, floor: float = 1.0, memory: int = 0) -> None:
     """The backward of the statistics, and a loss with the same coefficients.
 
     ``floor`` multiplies the floor of the bound: where sums have few terms, eager's rounding may cancel by luck.
@@ -207,7 +207,7 @@ def check_gradients(p: Problem, *, floor: float = 1.0) -> None:
     ]
     # The softmax adds up to one only with the lse of the very same products.
     lse, _, _, _, residual = cuda.linear_stats(*p.operands, False, False, **options)
-    got = cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, *needs, **options)
+    got = cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, *needs, memory=memory, **options)
     for name, g, r, most in zip(("input", "weight", "bias"), got, want, allowed, strict=False):
         assert g.dtype == dtype
         assert error(g, r) <= most, (name, error(g, r), most)
@@ -429,6 +429,22 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
         check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
     finally:
         hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES = sizes
+
+
+@case(each_dtype=True)
+def little_memory(dtype: torch.dtype) -> None:
+    from fxfuse.ops import hopper
+
+    sizes = (hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS)
+    rows, hidden, vocab = (1500, 256, 5000) if HAS_GPU else (50, 16, 300)
+    try:
+        hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS = vocab, vocab // 4, rows // 3
+        options = {"bias": True, "class_weight": True, "class_sum": True, "indexed": 2}
+        check_gradients(problem(rows, hidden, vocab, dtype, **options), memory=1)
+        check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, **options), memory=1)
+        check_gradients(problem(vocab, hidden, rows, dtype, transform="tanh mul:3.0"), memory=1)
+    finally:
+        hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS = sizes
 
 
 @case(each_dtype=True)
@@ -680,6 +696,11 @@ def offsets_past_31_bits() -> None:
     want = sum(dz[:, i : i + 65536] @ p.w[i : i + 65536].double() for i in range(0, vocab, 65536))
     assert error(d_input, want) <= 1e-2
     assert error(d_weight[-4096:], dz[:, -4096:].t() @ p.x.double()) <= 1e-2
+
+
+@case(gpu_only=True)
+def a_million_classes() -> None:
+    check_gradients(problem(200, 64, 1_000_003, torch.bfloat16, bias=True))
 
 
 @case(gpu_only=True, each_dtype=True)

@@ -817,6 +817,28 @@ def test_memory_on_a_gpu_stays_below_the_logits(dtype: torch.dtype) -> None:
         assert extra < logits / 4, f"{run.__name__}: {extra >> 20} MiB beside logits of {logits >> 20} MiB"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures the memory of a GPU")
+@pytest.mark.parametrize("shape", [(16384, 1024, 65536), (4096, 4096, 32000)], ids=str)
+def test_the_memory_of_buffers_can_be_bounded(shape: tuple[int, int, int]) -> None:
+    """Loss and gradients through the compiled program, beyond operands and gradients."""
+    most = 128 << 20
+    p = problem(*shape, torch.bfloat16, "cuda")
+    leaves = [p.input.requires_grad_(), p.weight.requires_grad_()]
+
+    def extra(**options: Any) -> int:
+        torch._dynamo.reset()
+        f = torch.compile(lambda x, w: F.cross_entropy(x @ w.t(), p.target), backend="fxfuse", options=options)
+        torch.autograd.grad(f(*leaves), leaves)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(f(*leaves), leaves)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
+
+    assert extra(**{"fxfuse.memory": most}) <= most < extra()
+
+
 @pytest.mark.parametrize("shift", [0.0, 8191.0, -3.3e5])
 def test_the_residual_is_what_rounding_took_from_lse(shift: float, device: str) -> None:
     p = problem(9, 16, 101, device=device)

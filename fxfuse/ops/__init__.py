@@ -4,7 +4,8 @@
 from the saved log-sum-exp.  ``linear_loss`` is for a scalar that is linear in the statistics with coefficients
 known beforehand: its gradients are made in the forward pass, where the exponentials are at hand, and only scaled
 in the backward.  ``linear_loss_exponentials`` is the same but keeps the exponentials and makes the gradients in the
-backward: for few rows on some GPUs, where ``cuda.keeps_exponentials`` says so, and nowhere else.  ``check_index``
+backward: for few rows on some GPUs, where ``cuda.keeps_exponentials`` says so, and nowhere else.  ``memory``
+bounds the buffers of its backward, in bytes; 0 leaves them to the implementation. ``check_index``
 validates class indices the way ``nll_loss`` and ``gather`` do.
 """
 
@@ -30,9 +31,9 @@ _NEEDS = "bool need_input, bool need_weight, bool need_bias"
 for _schema in (
     "check_index(Tensor index, SymInt vocab, int? ignore_index) -> Tensor",
     f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed, *,"
-    " str transform='') -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " str transform='', int memory=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
-    f" Tensor? g_class_sum, {_NEEDS}, *, str transform='') -> (Tensor, Tensor, Tensor)",
+    f" Tensor? g_class_sum, {_NEEDS}, *, str transform='', int memory=0) -> (Tensor, Tensor, Tensor)",
     f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS},"
     " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
     f"linear_loss_exponentials({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, *,"
@@ -123,8 +124,7 @@ def _linear_stats_fake(
     scale: float,
     want_class_sum: bool,
     skip_unindexed: bool,
-    *,
-    transform: str = "",
+    **_: Any,
 ) -> tuple[Tensor, ...]:
     rows, acc = input.shape[0], acc_dtype(input.dtype)
     shapes = ((rows,), index.shape, index.shape, (rows,) if want_class_sum else (0,), (rows,))

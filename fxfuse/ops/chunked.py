@@ -139,7 +139,9 @@ class _Chunk:
     slope: Tensor | None  # the derivative of their transform [C, V], if it was wanted and is not 1
 
 
-def _chunks(head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None, want_slope: bool) -> Iterator[_Chunk]:
+def _chunks(
+    head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None, want_slope: bool, memory: int
+) -> Iterator[_Chunk]:
     """The logits of the ``wanted`` rows (a [N] mask; None for all), chunk by chunk.
 
     On a CPU unwanted rows are left out. Elsewhere counting them would wait for the device: all rows come.
@@ -149,7 +151,8 @@ def _chunks(head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None, wa
         active = wanted.nonzero()[:, 0]
         input, index = input[active], index[active]
     rows, vocab = input.shape[0], head.weight.shape[0]
-    step = max(MIN_CHUNK_ROWS, CHUNK_BYTES // max(1, vocab * head.acc.itemsize))
+    most = min(CHUNK_BYTES, memory or CHUNK_BYTES)
+    step = max(MIN_CHUNK_ROWS, most // max(1, vocab * head.acc.itemsize))
     # Equal chunks: a short last one would waste a product.
     step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
     buffer = input.new_empty((min(step, rows), vocab), dtype=head.acc)
@@ -171,6 +174,7 @@ def linear_stats(
     skip_unindexed: bool,
     *,
     transform: str = "",
+    memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     head = _Head.of(input, weight, bias, scale, transform)
     rows = input.shape[0]
@@ -181,7 +185,7 @@ def linear_stats(
     log_prob = input.new_zeros(index.shape, dtype=head.acc)
     class_sum = gradient_or_none((rows,), input, head.acc, want_class_sum)
     wanted = (index >= 0).any(1) if skip_unindexed else None
-    for chunk in _chunks(head, input, index, wanted, want_slope=False):
+    for chunk in _chunks(head, input, index, wanted, want_slope=False, memory=memory):
         stats = _exponentiate(chunk.z, chunk.index, c, want_class_sum)
         lse[chunk.at], residual[chunk.at] = stats.lse, stats.residual
         picked[chunk.at], log_prob[chunk.at] = stats.picked, stats.log_prob
@@ -246,11 +250,12 @@ def linear_stats_backward(
     need_bias: bool,
     *,
     transform: str = "",
+    memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     up = Upstream(g_lse, g_picked, g_class_sum)
     head = _Head.of(input, weight, bias, scale, transform)
     grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
-    _sweep(head, input, index, class_weight, up, up.nonzero(), grads, None)
+    _sweep(head, input, index, class_weight, up, up.nonzero(), grads, None, memory)
     bias_dtype = weight.dtype if bias is None else bias.dtype
     return grads.input.to(input.dtype), grads.weight.to(weight.dtype), grads.bias.to(bias_dtype)
 
@@ -264,10 +269,11 @@ def _sweep(
     wanted: Tensor,
     grads: _Gradients,
     see: Callable[[Tensor | slice, _RowStats], None] | None,
+    memory: int = 0,
 ) -> None:
     """One pass over the wanted rows: show ``see`` their statistics, then add their gradients to ``grads``."""
     c = None if class_weight is None else class_weight.to(head.acc)
-    for chunk in _chunks(head, input, index, wanted, want_slope=grads.any()):
+    for chunk in _chunks(head, input, index, wanted, want_slope=grads.any(), memory=memory):
         stats = _exponentiate(chunk.z, chunk.index, c, see is not None and up.class_sum is not None)
         if see is not None:
             see(chunk.at, stats)

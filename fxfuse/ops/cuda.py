@@ -46,10 +46,20 @@ def linear_stats(
     skip_unindexed: bool,
     *,
     transform: str = "",
+    memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not _has_kernels(input, weight):
         return chunked.linear_stats(
-            input, weight, bias, index, class_weight, scale, want_class_sum, skip_unindexed, transform=transform
+            input,
+            weight,
+            bias,
+            index,
+            class_weight,
+            scale,
+            want_class_sum,
+            skip_unindexed,
+            transform=transform,
+            memory=memory,
         )
     head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     if head.is_described():
@@ -77,12 +87,13 @@ def linear_stats_backward(
     need_bias: bool,
     *,
     transform: str = "",
+    memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
     if not _has_kernels(input, weight):
         return chunked.linear_stats_backward(
             input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
-            transform=transform,
+            transform=transform, memory=memory,
         )  # fmt: skip
     head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
@@ -90,9 +101,9 @@ def linear_stats_backward(
     if head.is_described():
         with _current(input.device):
             return _hopper().linear_stats_backward(
-                head.call(), _contiguous(lse), _contiguous(residual), up, needs, dtypes
+                head.call(), _contiguous(lse), _contiguous(residual), up, needs, dtypes, memory
             )
-    return head.gradients(lse, residual, up, needs, dtypes)
+    return head.gradients(lse, residual, up, needs, dtypes, memory)
 
 
 def linear_loss(
@@ -273,8 +284,12 @@ class _Head:
         up: _Upstream,
         needs: tuple[bool, bool, bool],
         dtypes: tuple[torch.dtype, ...],
+        memory: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of input, weight and bias in ``dtypes``; an empty tensor for one that is not needed."""
+        """Gradients of input, weight and bias in ``dtypes``; an empty tensor for one that is not needed.
+
+        The window of the gradient of the logits takes at most ``memory`` bytes, if that is not 0.
+        """
         from ..kernels.dlogits import PAD, write_dlogits
 
         (rows, hidden), vocab = self.input.shape, self.weight.shape[0]
@@ -291,7 +306,7 @@ class _Head:
             factor, undo = normalisation(up, self.class_weight, abs(self.scale) * steepest(decode(self.transform)))
         # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
         x_for_weight = torch.where(up.nonzero()[:, None], self.input, 0.0) if needs[1] else self.input
-        row_windows, vocab_windows = _windows(rows, vocab, self.input.dtype.itemsize)
+        row_windows, vocab_windows = _windows(rows, vocab, self.input.dtype.itemsize, memory)
         widest = -(-vocab_windows[0].stop // PAD) * PAD
         buffer = new((row_windows[0].stop, widest))
         d_input = _ProductSum(shapes[0], self.input, dtypes[0], len(vocab_windows), undo) if needs[0] else None
@@ -326,7 +341,7 @@ class _Head:
         )
 
 
-def _windows(rows: int, vocab: int, itemsize: int) -> tuple[list[slice], list[slice]]:
+def _windows(rows: int, vocab: int, itemsize: int, memory: int) -> tuple[list[slice], list[slice]]:
     """Cut [rows, vocab] along one axis into equal windows of a bounded size: (slices of rows, of classes).
 
     Windows over the vocabulary finish their part of the weight's gradient and add to the input's, in float32; windows
@@ -334,6 +349,7 @@ def _windows(rows: int, vocab: int, itemsize: int) -> tuple[list[slice], list[sl
     """
     long, short = max(rows, vocab), min(rows, vocab)
     window = min(max(rows * vocab * itemsize // WINDOW_SHARE, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+    window = min(window, memory or window)
     most = max(1, window // (short * itemsize * MIN_WINDOW)) * MIN_WINDOW
     count = -(-long // most)
     # Equal windows, but for whole tiles: a short last one would waste a product.

@@ -40,6 +40,8 @@ MOST_EXPONENTIALS_BYTES = 1536 << 20
 STRETCHED_BYTES = 512 << 20
 # A window of gradients of logits that are made anew.
 WINDOW_BYTES = 256 << 20
+# Within little memory: classes of a window that rows are not cut for, and sizes that no bound goes below.
+WIDE_WINDOW, LEAST_CLASSES, LEAST_ROWS = 4096, 1024, 1024
 
 
 # --- gradients ------------------------------------------------------------------------------------------------
@@ -60,32 +62,28 @@ class _Gradients:
         return self.d_input, self.d_weight, d_bias.to(self.dtypes[2])
 
     def recompute(
-        self, listed: Listed, stats: Stats, up: Upstream, factors: tuple[Tensor | None, Tensor | None]
+        self, listed: Listed, stats: Stats, up: Upstream, factors: tuple[Tensor | None, Tensor | None], memory: int = 0
     ) -> None:
-        """From known statistics, window by window of the gradient of the logits.
-
-        Windows are cut along the longer of rows and vocabulary, so that the smaller of d_input and d_weight is the one
-        that is added up.
-        """
+        """From known statistics, window by window of the gradient of the logits, see ``_windows``."""
         call = self.call
-        size = call.input.element_size()
-        if call.rows > call.vocab:
-            rows = call.cut(listed, max(call.row_block, WINDOW_BYTES // (call.vocab * size)))
-            windows = [slice(0, call.vocab)]
-        else:
-            rows = call.cut(listed, call.rows)
-            windows = call.windows(WINDOW_BYTES // (rows.most * size))
-        d_input, d_weight = _begin(self.d_input, len(windows)), _begin(self.d_weight, rows.chunks)
+        most, classes = _windows(call, memory)
+        rows, windows = call.cut(listed, most), call.windows(classes)
+        d_input = _begin(self.d_input, len(windows))
+        in_window = self.d_weight[windows[0]]
+        low = _begin(in_window, rows.chunks).low
         gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
         dz = call.exponentials_buffer(rows.most, windows[0].stop)
         parts = call.parts()
         normalise, undo = factors
         slope = call.slopes()
         call.pick(listed, stats.picked, slope)
-        for chunk in range(rows.chunks):
-            call.gather(rows, chunk, gathered)
-            for i, window in enumerate(windows):
-                here = dz[:, : window.stop - window.start]
+        for i, window in enumerate(windows):
+            width = window.stop - window.start
+            here = dz[:, :width]
+            d_weight = Sum(self.d_weight[window], None if low is None else low[:width])
+            for chunk in range(rows.chunks):
+                if i == 0 or rows.chunks > 1:
+                    call.gather(rows, chunk, gathered)
                 call.dlogits_of(rows, chunk, window, gathered, here, stats, slope, up, normalise)
                 if self.need_input:
                     ends = i == 0, i == len(windows) - 1
@@ -224,6 +222,30 @@ def _rows_of_exponentials(call: Call) -> int:
     return min(wanted, bound)
 
 
+def _windows(call: Call, memory: int) -> tuple[int, int]:
+    """Rows of a chunk and classes of a window of the gradient of the logits, that is made anew from statistics.
+
+    All rows or all classes if it may take ``WINDOW_BYTES``: windows run along the longer axis, so that the smaller of
+    d_input and d_weight is the one that is added up. Within ``memory`` bytes, if that is not 0, windows are cut along
+    both: each window of d_weight is then added up by itself.
+    """
+    size = call.input.element_size()
+    if memory == 0:
+        if call.rows > call.vocab:
+            return max(call.row_block, WINDOW_BYTES // (call.vocab * size)), call.vocab
+        return call.rows, max(1, WINDOW_BYTES // (call.whole_blocks(call.rows) * size))
+    # What further bits of d_input and its cut tiles take.
+    memory = max(0, memory - call.rows * call.hidden - 4 * call.parts_size())
+    most, cuts = call.whole_blocks(call.rows), 1
+    while True:
+        each = most * size + (call.hidden if cuts > 1 else 0)
+        classes = min((memory - most * call.hidden * size) // each, WINDOW_BYTES // (most * size))
+        if classes >= WIDE_WINDOW or most <= LEAST_ROWS:
+            return most, max(classes, LEAST_CLASSES)
+        cuts *= 2
+        most = call.whole_blocks(-(-call.rows // cuts))
+
+
 def _begin(out: Tensor, terms: int) -> Sum:
     """A gradient to be added up of so many products."""
     split = terms > 1 and out.element_size() == 2 and out.numel() > 0
@@ -247,12 +269,13 @@ def linear_stats_backward(
     up: Upstream,
     needs: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, ...],
+    memory: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     nothing = call.empty(0)
     stats = Stats(lse, residual, torch.zeros_like(up.picked), nothing, nothing)
     factors = _factors(call, up)
     grads = _Gradients(call, needs, dtypes)
-    grads.recompute(call.listed(up), stats, up, factors)
+    grads.recompute(call.listed(up), stats, up, factors, memory)
     return grads.results(factors[1])
 
 

@@ -683,9 +683,8 @@ class Call:
             **options,
         )
         sizes = {name: options[name] for name in ("BM", "BN", "BK", "GROUP", "ROWS")}
-        strips = (programs, tile.rows // 4)
-        rest = products.d_input_rest_kernel
-        launch(signature, rest, strips, parts, *total, *common[1:], **sizes, STRIP=4, PIECES=4)
+        strips = (programs, tile.rows // 8)
+        launch(signature, products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
 
     def add_weight(
         self,
@@ -699,18 +698,16 @@ class Call:
         class_row: Tensor | None = None,
         classes: Classes | None = None,
     ) -> None:
-        """Add ``dz.T @ x`` to the rows ``window`` of d_weight; the first chunk's sum begins there.
+        """Add ``dz.T @ x`` to ``total``, the rows ``window`` of d_weight; the first chunk's sum begins there.
 
         ``class_row [D]`` times the class weights is added once. The sums of this chunk's ``classes`` are to be finished
         by ``finish_classes``.
         """
-        out = total.out[window]
-        low = None if total.low is None else total.low[window]
         # Kernels that take turns add to sums in 16 bits and more, those of float16 operands are float32.
-        tile = tiles.described("d_weight", self.input, turns=out.element_size() == 2)
-        height = out.shape[0]
+        tile = tiles.described("d_weight", self.input, turns=total.out.element_size() == 2)
+        height = total.out.shape[0]
         programs = min(self.programs * tile.slots, -(-height // tile.rows) * -(-self.hidden // tile.vocab))
-        kernel, half, sums = products.d_weight_kernel, 1, (out, low)
+        kernel, half, sums = products.d_weight_kernel, 1, tuple(total)
         if tile.takes_turns:
             pingpong = _pingpong()
             kernel = pingpong.d_weight_kernel
@@ -718,7 +715,7 @@ class Call:
                 kernel, half = pingpong.d_weight_together_kernel, 2
             sums = tuple(None if s is None else _describe(s, tile, 64, 64) for s in sums)
         launch(
-            (self.signature, height, out.dtype),
+            (self.signature, height, total.out.dtype),
             kernel,
             (programs,),
             _describe(dz, tile, tile.hidden, tile.rows // half),

@@ -179,7 +179,6 @@ def d_input_rest_kernel(
     parts, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, length, chunk, most, vocab,
     hidden, indexed, w_row, w_col, out_row, programs, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
-    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of the tiles that were cut up, in order, and finish them like whole ones."""
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
@@ -188,15 +187,11 @@ def d_input_rest_kernel(
     if cut >= rest:
         return
     strip = tl.program_id(1) * STRIP
-    # Several pieces at a time: reading one after the other would be waiting.
-    some = tl.zeros((PIECES, STRIP, BN), tl.float32)
-    inside = tl.arange(0, STRIP)[:, None] * BN + tl.arange(0, BN)[None, :]
-    for first_piece in range(0, pieces, PIECES):
-        piece = first_piece + tl.arange(0, PIECES)
+    value = tl.zeros((STRIP, BN), tl.float32)
+    # Unrolled, or reading would be waiting.
+    for piece in tl.range(pieces, loop_unroll_factor=8):
         slot = (piece * rest + cut).to(tl.int64) * BM + strip
-        at = parts + (slot * BN)[:, None, None] + inside[None, :, :]
-        some += tl.load(at, mask=(piece < pieces)[:, None, None], other=0.0)
-    value = tl.sum(some, 0)
+        value += tl.load(parts + (slot + tl.arange(0, STRIP))[:, None] * BN + tl.arange(0, BN)[None, :])
     row_block, column = grouped(whole * programs + cut, row_blocks, columns, GROUP)
     row = row_block * BM + strip + tl.arange(0, STRIP)
     col = column * BN + tl.arange(0, BN)
