@@ -240,6 +240,20 @@ class Case:
             both = (lambda: self.forward(more, self.y)), lambda: self.forward(f, self.y)  # noqa: B023
             row[f"fwd {option}"] = self.clock.ratio(*both)[0]
 
+    def measure_bandwidth(self, name: str, f: Loss, row: dict[str, Any]) -> None:
+        """The weight is read once; a copy reads and writes it."""
+        copy = torch.empty_like(self.w)
+
+        def over_copy(run: Callable[[], Any]) -> float:
+            return 0.5 / self.clock.ratio(run, lambda: copy.copy_(self.w))[0]
+
+        row["fwd of copy bandwidth"] = over_copy(lambda: self.forward(f, self.y))
+        if name == "fxfuse" and self.x.is_cuda:  # which waits for nothing, so it can be captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.forward(f, self.y)
+            row["in a CUDA graph"] = over_copy(graph.replay)
+
     def measure(self, name: str, f: Loss) -> dict[str, Any]:
         """The row of the table."""
         clock, own = self.clock, (self.x.numel() + self.w.numel()) * self.x.element_size() / 2**20
@@ -275,10 +289,7 @@ class Case:
             if self.args.options and name == "fxfuse":
                 self.measure_options(f, row)
             if self.shape[0] <= 16:
-                # The weight is read once; a copy reads and writes it.
-                copy = torch.empty_like(self.w)
-                over_copy = clock.ratio(lambda: self.forward(f, self.y), lambda: copy.copy_(self.w))[0]
-                row["fwd of copy bandwidth"] = 0.5 / over_copy
+                self.measure_bandwidth(name, f, row)
         except torch.OutOfMemoryError:
             row["÷3"] = "out of memory"
         except Exception as failure:  # a peer that refuses a shape should not end the rest

@@ -36,19 +36,27 @@ def _sigmoid(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
     return value, lambda: value * (1 - value)
 
 
-# For each function: from z and the constant to the value, and to what makes the derivative there.
-FUNCTIONS: dict[str, Callable[[Tensor, float], tuple[Tensor, Callable[[], Tensor]]]] = {
-    "mul": lambda z, number: (z * number, lambda: z.new_full((), number)),
-    "add": lambda z, number: (z + number, lambda: z.new_ones(())),
-    "tanh": _tanh,
-    "sigmoid": _sigmoid,
+class Function(NamedTuple):
+    """What is known of a function of one number."""
+
+    of: Callable[[Tensor, float], tuple[Tensor, Callable[[], Tensor]]]  # the value, and what makes the derivative
+    steepest: Callable[[float], float]  # a bound of the absolute value of the derivative
+    has_constant: bool
+
+
+FUNCTIONS = {
+    "mul": Function(lambda z, number: (z * number, lambda: z.new_full((), number)), abs, True),
+    "add": Function(lambda z, number: (z + number, lambda: z.new_ones(())), lambda number: 1.0, True),
+    "tanh": Function(_tanh, lambda _: 1.0, False),
+    "sigmoid": Function(_sigmoid, lambda _: 0.25, False),
 }
-CONSTANTS = ("mul", "add")
 
 
 def encode(transform: Transform) -> str:
     """The transform as text, which ``decode`` reads back exactly."""
-    return " ".join(f"{step.name}:{step.number!r}" if step.name in CONSTANTS else step.name for step in transform)
+    return " ".join(
+        f"{step.name}:{step.number!r}" if FUNCTIONS[step.name].has_constant else step.name for step in transform
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -61,7 +69,7 @@ def decode(text: str) -> Transform:
     steps = []
     for word in text.split():
         name, colon, number = word.partition(":")
-        if name not in FUNCTIONS or bool(colon) != (name in CONSTANTS):
+        if name not in FUNCTIONS or bool(colon) != FUNCTIONS[name].has_constant:
             raise ValueError(f"{word!r} is no step of a transform of logits; there are {', '.join(FUNCTIONS)}")
         steps.append(Step(name, float(number) if colon else 0.0))
     return tuple(steps)
@@ -76,13 +84,13 @@ def then(transform: Transform, step: Step) -> Transform:
 
 def steepest(transform: Transform) -> float:
     """A bound of the absolute value of the derivative."""
-    return math.prod({"mul": abs(step.number), "sigmoid": 0.25}.get(step.name, 1.0) for step in transform)
+    return math.prod(FUNCTIONS[step.name].steepest(step.number) for step in transform)
 
 
 def apply(transform: Transform, z: Tensor) -> Tensor:
     """The transform of each element of ``z``."""
     for step in transform:
-        z, _ = FUNCTIONS[step.name](z, step.number)
+        z, _ = FUNCTIONS[step.name].of(z, step.number)
     return z
 
 
@@ -90,6 +98,6 @@ def apply_with_slope(transform: Transform, z: Tensor) -> tuple[Tensor, Tensor | 
     """The same, and its derivative there: of the shape of ``z``, or None for the identity."""
     slope = None
     for step in transform:
-        z, derivative = FUNCTIONS[step.name](z, step.number)
+        z, derivative = FUNCTIONS[step.name].of(z, step.number)
         slope = derivative() if slope is None else derivative() * slope
     return z, None if slope is None else slope.expand(z.shape)

@@ -403,7 +403,7 @@ def several_windows_along_either_axis() -> None:
     try:
         cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = 0, 32 * 40 * 4, 32
         for rows, vocab in ((40, 150), (150, 40)):
-            at_rows, at_vocab = cuda._windows(rows, vocab, 4)
+            at_rows, at_vocab = cuda._windows(rows, vocab, 4, 0)
             assert (len(at_rows) > 2) == (rows > vocab) and (len(at_vocab) > 2) == (vocab > rows)
             for dtype in DTYPES:
                 check_gradients(
@@ -719,6 +719,23 @@ def capture_in_a_cuda_graph(dtype: torch.dtype) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@case()
+def clean_indices() -> None:
+    from fxfuse.kernels.index import clean
+
+    for ignore_index in (None, -100, 3, 2**40):
+        index = torch.randint(7, (1500, 2), device=DEVICE)
+        ignored = torch.rand(index.shape, device=DEVICE) < 0.3
+        if ignore_index is not None:
+            index = torch.where(ignored, ignore_index, index)
+        want = index if ignore_index is None else torch.where(index == ignore_index, -1, index)
+        found, valid = clean(index, 7, ignore_index)
+        assert torch.equal(found, want) and bool(valid)
+        for bad in (-1, 7, 2**33):
+            index[1203, 1] = bad
+            assert not bool(clean(index, 7, ignore_index)[1])
 
 
 # --- pytest's side, and the interpreting process's ------------------------------------------------------------

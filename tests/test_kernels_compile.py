@@ -26,8 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from fxfuse.kernels import dlogits, stats, tiles  # noqa: E402
-from fxfuse.kernels.hopper import launch as described  # noqa: E402
+from fxfuse.kernels import dlogits, launcher, stats, tiles  # noqa: E402
 from fxfuse.ops import cuda  # noqa: E402
 
 pytestmark = [
@@ -85,7 +84,7 @@ def record(
     for module, name in ((stats, "stats_kernel"), (stats, "merge_kernel"), (dlogits, "dlogits_kernel")):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     monkeypatch.setattr(
-        described,
+        launcher,
         "launch",
         lambda signature, kernel, grid, *args, **options: Recorder(kernel, launches)[grid](*args, **options),
     )

@@ -97,8 +97,12 @@ def _check_index_cpu(index: Tensor, vocab: int, ignore_index: int | None) -> Ten
 
 
 def _check_index_cuda(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
-    clean, foreign = _is_index(index, vocab, ignore_index)
-    torch._assert_async(~foreign.any(), errors.INDEX_OUT_OF_RANGE)
+    if cuda.has_triton(index.device) and index.numel() > 0:
+        clean, valid = cuda.clean_index(index.contiguous(), vocab, ignore_index)
+    else:
+        clean, foreign = _is_index(index, vocab, ignore_index)
+        valid = ~foreign.any()
+    torch._assert_async(valid, errors.INDEX_OUT_OF_RANGE)
     return clean
 
 
@@ -116,17 +120,9 @@ def _check_index_fake(index: Tensor, vocab: int, ignore_index: int | None) -> Te
 
 @torch.library.register_fake("fxfuse::linear_stats", lib=_lib)
 def _linear_stats_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    class_weight: Tensor | None,
-    scale: float,
-    want_class_sum: bool,
-    skip_unindexed: bool,
-    **_: Any,
+    input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *rest: Any, **_: Any
 ) -> tuple[Tensor, ...]:
-    rows, acc = input.shape[0], acc_dtype(input.dtype)
+    rows, acc, want_class_sum = input.shape[0], acc_dtype(input.dtype), rest[2]
     shapes = ((rows,), index.shape, index.shape, (rows,) if want_class_sum else (0,), (rows,))
     return tuple(input.new_empty(shape, dtype=acc) for shape in shapes)
 
@@ -141,57 +137,24 @@ def _gradients_fake(
     )
 
 
-@torch.library.register_fake("fxfuse::linear_stats_backward", lib=_lib)
-def _linear_stats_backward_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    class_weight: Tensor | None,
-    scale: float,
-    lse: Tensor,
-    residual: Tensor,
-    g_lse: Tensor,
-    g_picked: Tensor,
-    g_class_sum: Tensor | None,
-    *needs: bool,
-    transform: str = "",
-) -> tuple[Tensor, ...]:
+def _backward_fake(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    return _gradients_fake(input, weight, needs, dtypes)  # type: ignore[arg-type]
+    return _gradients_fake(input, weight, rest[-3:], dtypes)
+
+
+for _name in ("linear_stats_backward", "linear_loss_exponentials_backward"):
+    torch.library.register_fake(f"fxfuse::{_name}", _backward_fake, lib=_lib)
 
 
 @torch.library.register_fake("fxfuse::linear_loss", lib=_lib)
-def _linear_loss_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    class_weight: Tensor | None,
-    scale: float,
-    c_lse: Tensor,
-    c_log_prob: Tensor,
-    c_class_sum: Tensor | None,
-    *needs: bool,
-    transform: str = "",
-) -> tuple[Tensor, ...]:
+def _linear_loss_fake(input: Tensor, weight: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
     loss = input.new_empty((), dtype=acc_dtype(input.dtype))
-    return loss, *_gradients_fake(input, weight, needs, (stash_dtype(input.dtype),) * 3)  # type: ignore[arg-type]
+    return loss, *_gradients_fake(input, weight, rest[-3:], (stash_dtype(input.dtype),) * 3)
 
 
 @torch.library.register_fake("fxfuse::linear_loss_exponentials", lib=_lib)
 def _linear_loss_exponentials_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    class_weight: Tensor | None,
-    scale: float,
-    c_lse: Tensor,
-    c_log_prob: Tensor,
-    c_class_sum: Tensor | None,
-    *,
-    transform: str = "",
+    input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, ...]:
     (rows, hidden), vocab, acc = input.shape, weight.shape[0], acc_dtype(input.dtype)
     block = row_block(input.device)
@@ -199,14 +162,6 @@ def _linear_loss_exponentials_fake(
     sizes = (((), acc), ((most, padded(vocab)), input.dtype), ((most, hidden), input.dtype), ((most,), acc))
     lists = ((tuple(index.shape), acc), ((rows,), torch.int32), ((1,), torch.int32))
     return tuple(input.new_empty(shape, dtype=dtype) for shape, dtype in (*sizes, *lists))
-
-
-@torch.library.register_fake("fxfuse::linear_loss_exponentials_backward", lib=_lib)
-def _linear_loss_exponentials_backward_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    return _gradients_fake(input, weight, rest[-3:], dtypes)
 
 
 # --- autograd -------------------------------------------------------------------------------------------------

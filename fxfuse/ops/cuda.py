@@ -164,6 +164,14 @@ def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_s
     )
 
 
+def clean_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
+    """``index`` with -1 for what is ignored, and whether the rest are classes, in device memory."""
+    from ..kernels.index import clean
+
+    with _current(index.device):
+        return clean(index, vocab, ignore_index)
+
+
 def linear_loss_exponentials(
     input: Tensor,
     weight: Tensor,
@@ -415,14 +423,17 @@ def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton is there and compiles for ``device``; a CPU stands for its interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _has_kernels(input: Tensor, weight: Tensor) -> bool:
     if input.dtype not in (torch.float16, torch.bfloat16, torch.float32) or weight.dtype != input.dtype:
         return False
-    return _has_triton() and (not input.is_cuda or torch.cuda.get_device_capability(input.device) >= (8, 0))
+    return has_triton(input.device)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

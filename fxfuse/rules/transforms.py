@@ -16,7 +16,11 @@ from . import Call, rule
 def _then(call: Call, input: Any, step: Step) -> ClassTensor:
     if not isinstance(input, Logits):
         call.keep("unknown_reader")
-    return derive(input, call.name, transform=then(input.transform, step))
+    transform = then(input.transform, step)
+    number = transform[-1].number
+    if not math.isfinite(number) or (number == 0.0 and step.name == "mul"):
+        call.keep("unsupported_argument", f"{call.name} with {number}")
+    return derive(input, call.name, transform=transform)
 
 
 def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:

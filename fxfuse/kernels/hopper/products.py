@@ -13,6 +13,8 @@ import triton.language as tl
 from ..logits import grouped
 from .schedule import chunk_bounds, last_chunk, left_and_right
 
+MOST_PIECES = tl.constexpr(32)
+
 
 @triton.jit
 def _unless(flag, mask):
@@ -94,7 +96,8 @@ def _shares(rows, hidden, vocab, programs, BM: tl.constexpr, BN: tl.constexpr, B
     whole = tiles // programs
     rest = tiles - whole * programs
     steps = tl.cdiv(vocab, BK)
-    pieces = tl.minimum(programs // tl.maximum(rest, 1), steps)
+    # More pieces would be read for longer than they are made faster.
+    pieces = tl.minimum(tl.minimum(programs // tl.maximum(rest, 1), MOST_PIECES), steps)
     each = tl.cdiv(steps, pieces)
     return row_blocks, columns, whole, rest, tl.cdiv(steps, each), each
 

@@ -1,0 +1,13 @@
+"""The launches of these kernels for the operands of one call, a file for each family of kernels."""
+
+from __future__ import annotations
+
+from .dlogits import GradientsOfLogits
+from .operands import Bad, Classes, Listed, Rows, Stats, Sum, fits, takes
+from .products import Products
+
+__all__ = ["Bad", "Call", "Classes", "Listed", "Rows", "Stats", "Sum", "fits", "takes"]
+
+
+class Call(GradientsOfLogits, Products):
+    """The operands of one call, and the launches on them."""

@@ -1,0 +1,204 @@
+"""Launches for the gradient of the logits: scaled exponentials, or made anew from statistics."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from ....ops.contract import Upstream
+from ... import launcher, tiles
+from ..dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
+from ..exponentials import exponentials_kernel, finish_kernel
+from .operands import Bad, Rows, Stats, describe, kernel_for
+from .statistics import Statistics
+
+
+class GradientsOfLogits(Statistics):
+    def exponentials_of(
+        self,
+        rows: Rows,
+        chunk: int,
+        gathered: Tensor,
+        offset: Tensor,
+        e: Tensor,
+        scratch: Tensor,
+        up: Upstream,
+        out: Stats,
+        slope: Tensor | None,
+        factor: Tensor,
+        own: Tensor,
+        bad: Bad,
+    ) -> None:
+        """Write exponentials to ``e`` and statistics to ``out``, and scale ``gathered`` by ``factor``.
+
+        After it ``factor[:, None] * e`` is the gradient of the chunk's logits but for what class sums give, and for
+        that of indexed logits, which is in ``own [N, K]`` instead.
+        """
+        tile = tiles.described("exponentials", self.input)
+        columns = -(-self.vocab // tile.vocab)
+        programs = min(self.programs * tile.slots, rows.most // tile.rows * columns)
+        launcher.launch(
+            self.signature,
+            kernel_for(exponentials_kernel, tile),
+            (programs,),
+            describe(gathered, tile, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
+            describe(e, tile, tile.rows, tile.vocab // 2),
+            self.bias,
+            offset,
+            rows.length,
+            scratch,
+            self.scale,
+            chunk,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            programs,
+            SCALED=self.scale != 1.0,
+            TRANSFORM=self.transform,
+            TRANSPOSED=self.transposed,
+            EVEN_VOCAB=self.vocab % tile.vocab == 0,
+            **self.launch_options(tile),
+        )
+        launcher.launch(
+            self.signature,
+            finish_kernel,
+            (triton.cdiv(rows.most, 16),),
+            scratch,
+            offset,
+            self.index,
+            rows.order,
+            rows.length,
+            up.lse,
+            up.picked,
+            out.picked,
+            slope,
+            e,
+            own,
+            gathered,
+            factor,
+            out.lse,
+            out.log_prob,
+            bad.order,
+            bad.length[chunk],
+            bad.row,
+            bad.gathered,
+            self.scale,
+            chunk,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            self.index.shape[1],
+            columns,
+            e.stride(0),
+            BLOCK_TILES=256,
+            BLOCK_ROWS=16,
+            BLOCK_HIDDEN=512,
+            ROWS=self.row_block,
+            num_warps=8,
+        )
+        # Where there are no bad rows, these launches find that out.
+        again = Rows(bad.order, bad.length[chunk], rows.most, 1)
+        self.stats_of(again, 0, bad.gathered, out, False)
+        tile = tiles.described("dlogits", self.input)
+        launcher.launch(
+            self.signature,
+            scattered_dlogits_kernel,
+            (self.programs,),
+            describe(bad.gathered, tile, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
+            e,
+            bad.row,
+            self.bias,
+            self.index,
+            again.order,
+            again.length,
+            out.lse,
+            out.residual,
+            up.lse,
+            up.picked,
+            self.scale,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            self.index.shape[1],
+            e.stride(0),
+            self.programs,
+            SCALED=self.scale != 1.0,
+            TRANSFORM=self.transform,
+            TRANSPOSED=self.transposed,
+            **self.launch_options(tile, flatten=False),
+        )
+
+    def dlogits_of(
+        self,
+        rows: Rows,
+        chunk: int,
+        window: slice,
+        gathered: Tensor,
+        dz: Tensor,
+        stats: Stats,
+        slope: Tensor | None,
+        up: Upstream,
+        normalise: Tensor | None = None,
+    ) -> None:
+        """Write the gradient of the logits of a chunk and a window, times ``normalise [1]``, to ``dz``."""
+        tile = tiles.described("dlogits", self.input)
+        weight = self.weight[window]
+        class_weight = None if self.class_weight is None else self.class_weight[window]
+        programs = min(self.programs * tile.slots, rows.most // tile.rows * -(-weight.shape[0] // tile.vocab))
+        launcher.launch(
+            (self.signature, weight.shape[0]),
+            dlogits_kernel,
+            (programs,),
+            describe(gathered, tile, tile.rows, tile.hidden),
+            self.described_weight(weight, tile, tile.vocab, tile.hidden),
+            describe(dz, tile, tile.rows, tile.vocab // 2),
+            None if self.bias is None else self.bias[window],
+            rows.order,
+            rows.length,
+            class_weight,
+            stats.lse,
+            stats.residual,
+            up.lse,
+            up.class_sum,
+            normalise,
+            self.scale,
+            chunk,
+            rows.most,
+            weight.shape[0],
+            self.hidden,
+            programs,
+            SCALED=self.scale != 1.0,
+            TRANSFORM=self.transform,
+            TRANSPOSED=self.transposed,
+            **self.launch_options(tile),
+        )
+        if self.index.shape[1] > 0:
+            launcher.launch(
+                (self.signature, weight.shape[0]),
+                correct_kernel,
+                (triton.cdiv(rows.most, 128),),
+                dz,
+                self.index,
+                rows.order,
+                rows.length,
+                class_weight,
+                stats.picked,
+                slope,
+                stats.lse,
+                stats.residual,
+                up.lse,
+                up.picked,
+                up.class_sum,
+                normalise,
+                self.scale,
+                chunk,
+                rows.most,
+                weight.shape[0],
+                self.index.shape[1],
+                window.start,
+                dz.stride(0),
+                BLOCK=128,
+                ROWS=self.row_block,
+            )

@@ -1,0 +1,134 @@
+"""Launches that list rows, gather them and pick their indexed logits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ....ops.contract import Upstream
+from ... import launcher, tiles
+from ..rows import gather_kernel, list_flagged_kernel, list_kernel, pick_kernel
+from .operands import Listed, Operands, Rows
+
+
+class Lists(Operands):
+    def listed(self, up: Upstream) -> Listed:
+        """The rows that have upstream gradients."""
+        return self._list(up, None)
+
+    def listed_by_coefficients(self, c: Upstream) -> tuple[Listed, Upstream]:
+        """The same for coefficients of lse, log_prob and class_sum, and the upstream gradients that they make."""
+        up = Upstream(torch.empty_like(c.lse), torch.empty_like(c.picked), c.class_sum)
+        return self._list(c, up), up
+
+    def _list(self, given: Upstream, made: Upstream | None) -> Listed:
+        # Zeros past the end of the list: it may be an op's result, which should be the same every time.
+        order = torch.zeros(self.rows, dtype=torch.int32, device=self.input.device)
+        listed = Listed(order, self.empty(1, dtype=torch.int32))
+        made = Upstream(None, None, None) if made is None else made  # type: ignore[arg-type]
+        launcher.launch(
+            self.signature,
+            list_kernel,
+            (1,),
+            given.lse, given.picked, given.class_sum, self.index, made.lse, made.picked, *listed,
+            self.rows, self.index.shape[1], BLOCK=list_block(self.rows), num_warps=16,
+        )  # fmt: skip
+        return listed
+
+    def listed_by_flags(self, flags: Tensor) -> Listed:
+        """The rows whose flag (``[N]`` int8) is set."""
+        listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
+        launcher.launch(
+            self.signature,
+            list_flagged_kernel,
+            (1,),
+            flags,
+            *listed,
+            self.rows,
+            BLOCK=list_block(self.rows),
+            num_warps=16,
+        )
+        return listed
+
+    def every_row(self) -> Listed:
+        order = torch.arange(self.rows, dtype=torch.int32, device=self.input.device)
+        return Listed(order, torch.full((1,), self.rows, dtype=torch.int32, device=self.input.device))
+
+    def gather(
+        self,
+        rows: Rows,
+        chunk: int,
+        gathered: Tensor,
+        picked: Tensor | None = None,
+        offset: Tensor | None = None,
+        row_sum: Tensor | None = None,
+        bias_sum: Tensor | None = None,
+        class_sum: Tensor | None = None,
+    ) -> None:
+        """Copy a chunk's rows of the input to ``gathered``; their offsets and class sums, where these are given."""
+        launcher.launch(
+            self.signature,
+            gather_kernel,
+            (rows.most,),
+            self.input,
+            self.index,
+            picked,
+            rows.order,
+            rows.length,
+            gathered,
+            offset,
+            row_sum,
+            bias_sum,
+            class_sum if row_sum is not None else None,
+            self.scale,
+            chunk,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            self.index.shape[1],
+            *self.input.stride(),
+            BLOCK=min(triton.next_power_of_2(self.hidden), 4096),
+            ROWS=self.row_block,
+            num_warps=4,
+        )
+
+    def pick(self, listed: Listed, picked: Tensor, slope: Tensor | None = None) -> None:
+        """The logits at ``index`` of the listed rows; and if wanted the derivative of the transform there."""
+        indexed = self.index.shape[1]
+        if indexed == 0:
+            return
+        # At least the rows that Hopper's own products have, so that these are of the same kind; fewer where theirs are.
+        tile = tiles.described("stats", self.input)
+        size = min(tile.rows, 64)
+        launcher.launch(
+            self.signature,
+            pick_kernel,
+            (triton.cdiv(self.rows, size), indexed),
+            self.input,
+            self.weight,
+            self.bias,
+            self.index,
+            *listed,
+            picked,
+            slope,
+            self.scale,
+            self.vocab,
+            self.hidden,
+            indexed,
+            *self.input.stride(),
+            *self.weight.stride(),
+            tile.hidden * self.input.stride(1),
+            tile.hidden * self.weight.stride(1),
+            SCALED=self.scale != 1.0,
+            TRANSFORM=self.transform,
+            PRECISION=tiles.dot_precision(self.input.dtype),
+            BM=size,
+            BK=tile.hidden,
+            num_warps=4,
+            num_stages=4,
+        )
+
+
+def list_block(rows: int) -> int:
+    return min(4096, max(256, triton.next_power_of_2(rows)))

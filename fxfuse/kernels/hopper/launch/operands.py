@@ -1,0 +1,244 @@
+"""The operands of one call, and what all launches ask of them.
+
+``input [N, D]`` may have any strides. ``weight [V, D]`` is one that ``takes`` accepts. The rest is contiguous and on 16
+bytes: ``bias [V]`` or None, ``index [N, K]`` int64, ``class_weight [V]`` float32 or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ... import tiles
+
+
+class Listed(NamedTuple):
+    """A list of rows, in device memory: ``order [N]`` int32 and its ``length [1]`` int32."""
+
+    order: Tensor
+    length: Tensor
+
+
+class Rows(NamedTuple):
+    """A list of rows cut into chunks, evenly, of ``most`` rows at most: so many chunks that all N rows would fit."""
+
+    order: Tensor
+    length: Tensor
+    most: int  # a multiple of the row block
+    chunks: int
+
+
+@dataclasses.dataclass
+class Stats:
+    """The statistics of the contract, which kernels fill in row by row."""
+
+    lse: Tensor
+    residual: Tensor
+    picked: Tensor
+    log_prob: Tensor
+    class_sum: Tensor
+
+
+class Bad(NamedTuple):
+    """The rows of a chunk whose offset proved bad."""
+
+    order: Tensor  # [most] int32: as rows of N
+    length: Tensor  # [chunks, 4] int32: how many, in column 0; the rest is there for alignment
+    row: Tensor  # [most] int32: as rows of the chunk
+    gathered: Tensor  # [most, D]
+
+
+class Classes(NamedTuple):
+    """The classes that the listed rows are indexed with, whose sums for d_weight are finished apart."""
+
+    keys: Tensor  # [N] int32 or int64: chunk and class of the listed rows, sorted
+    position: Tensor  # [N] int64: where in the list each is
+    rows: Tensor  # [most, D] float32: sums of a chunk's classes
+    slots: Tensor  # [V] int32: chunk * most + row
+
+
+class Sum(NamedTuple):
+    """A gradient while it is added up; ``low`` holds further bits of its sums, see ``products``."""
+
+    out: Tensor
+    low: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    index: Tensor
+    class_weight: Tensor | None
+    scale: float
+    transform: str
+
+    @functools.cached_property
+    def signature(self) -> tuple[object, ...]:
+        """What the choice of compiled kernels depends on, but for windows, gradients, and arguments that are None."""
+        return (
+            self.input.device,
+            *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in (self.input, self.weight)),
+            *(None if t is None else t.dtype for t in (self.bias, self.class_weight)),
+            self.scale != 1.0,
+            self.transform,
+            tiles.dot_precision(self.input.dtype),
+        )
+
+    def slopes(self) -> Tensor | None:
+        """Where to put the derivative of the transform at the indexed logits."""
+        return torch.zeros(self.index.shape, dtype=torch.float32, device=self.input.device) if self.transform else None
+
+    # --- sizes ------------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        return self.input.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.input.shape[1]
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def programs(self) -> int:
+        return tiles.machine(self.input.device).processors
+
+    @property
+    def row_block(self) -> int:
+        return tiles.row_block(self.input.device)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.input.device)
+
+    def whole_blocks(self, rows: int) -> int:
+        return max(1, -(-rows // self.row_block)) * self.row_block
+
+    def windows(self, most: int) -> list[slice]:
+        """The vocabulary in windows of at most ``most`` classes, such as keep all programs busy."""
+        tile = tiles.described("d_weight", self.input)
+        columns = triton.cdiv(self.hidden, tile.vocab)
+        each = tiles.window(self.vocab, most, columns, tile.rows, self.programs * tile.slots)
+        return [slice(at, min(at + each, self.vocab)) for at in range(0, self.vocab, each)]
+
+    def no_stats(self, want_class_sum: bool, together: bool = False) -> Stats:
+        """Zeros, which is what rows that are not listed have; ``together`` in one allocation."""
+        shapes = [(self.rows,), (self.rows,), self.index.shape, self.index.shape, (self.rows if want_class_sum else 0,)]
+        if not together:
+            return Stats(*(torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes))
+        sizes = [-(-math.prod(shape) // 64) * 64 for shape in shapes]
+        parts = torch.zeros(sum(sizes), dtype=torch.float32, device=self.input.device).split(sizes)
+        return Stats(*(p[: math.prod(shape)].view(shape) for p, shape in zip(parts, shapes, strict=True)))
+
+    def no_bad(self, rows: Rows, gathered: Tensor) -> Bad:
+        return Bad(
+            self.empty(rows.most, dtype=torch.int32),
+            torch.zeros((rows.chunks, 4), dtype=torch.int32, device=self.input.device),
+            self.empty(rows.most, dtype=torch.int32),
+            gathered,
+        )
+
+    def exponentials_buffer(self, rows: int, classes: int) -> Tensor:
+        """``[rows, classes]`` whose rows begin on whole vectors."""
+        return self.empty(rows, tiles.padded(classes), dtype=self.input.dtype)[:, :classes]
+
+    def sums_size(self, most: int) -> int:
+        """Numbers that ``exponentials_of`` needs beside its results."""
+        return -(-self.vocab // tiles.described("exponentials", self.input).vocab) * most
+
+    def parts_size(self) -> int:
+        """Numbers that ``add_input`` needs beside its results."""
+        tile = tiles.described("d_input", self.input)
+        return self.programs * tile.slots * tile.rows * tile.vocab
+
+    def parts(self) -> Tensor:
+        return self.empty(self.parts_size())
+
+    def cut(self, listed: Listed, most: int) -> Rows:
+        """The listed rows in chunks of at most ``most``."""
+        chunks = max(1, -(-self.rows // most))
+        return Rows(*listed, self.whole_blocks(-(-self.rows // chunks)), chunks)
+
+    # --- descriptors ------------------------------------------------------------------------------------------
+
+    @property
+    def transposed(self) -> bool:
+        return self.weight.stride(1) != 1
+
+    def described_weight(self, weight: Tensor, tile: tiles.Tile, classes: int, hidden: int) -> Any:
+        """``weight [W, D]`` in blocks of ``[classes, hidden]``, or transposed if that is how it is stored."""
+        if self.transposed:
+            return describe(weight.t(), tile, hidden, classes)
+        return describe(weight, tile, classes, hidden)
+
+    def launch_options(self, tile: tiles.Tile, flatten: bool = True) -> dict[str, object]:
+        if tile.takes_turns:
+            return {
+                "BK": tile.hidden,
+                "GROUP": tile.group,
+                "STAGES": tile.stages,
+                "ROWS": self.row_block,
+                "num_warps": tile.warps,
+            }
+        options = {
+            "PRECISION": tiles.dot_precision(self.input.dtype),
+            "BM": tile.rows,
+            "BN": tile.vocab,
+            "BK": tile.hidden,
+            "GROUP": tile.group,
+            "ROWS": self.row_block,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+        return options | {"FLATTEN": True} if flatten else options
+
+
+def takes(input: Tensor, weight: Tensor) -> bool:
+    """Whether these kernels compute with such operands: the weight must also lie on 16 bytes."""
+    return fits(input, weight) and weight.data_ptr() % 16 == 0
+
+
+def fits(input: Tensor, weight: Tensor) -> bool:
+    """Whether these kernels compute with operands of such shapes, strides and dtypes.
+
+    The weight must have one unit stride. The input is gathered, so its strides do not matter.
+    """
+    if input.shape[0] == 0 or not tiles.has_descriptors(input):
+        return False
+    along = 1 if weight.stride(1) == 1 else 0
+    vector = 16  # elements: sums are kept in single bytes too
+    return (
+        input.shape[1] % vector == 0
+        and weight.stride(along) == 1
+        and weight.stride(1 - along) % vector == 0
+        and weight.stride(1 - along) >= weight.shape[along]
+    )
+
+
+def kernel_for(kernel: Any, tile: tiles.Tile) -> Any:
+    """The kernel for such tiles: its namesake in ``pingpong`` where warpgroups take turns."""
+    return getattr(pingpong(), kernel.__name__) if tile.takes_turns else kernel
+
+
+@functools.cache
+def pingpong() -> Any:
+    from .. import pingpong  # imports Gluon
+
+    return pingpong
+
+
+def describe(matrix: Tensor, tile: tiles.Tile, *block: int) -> Any:
+    """A descriptor of ``matrix`` in such blocks, for a kernel with such tiles."""
+    arguments = matrix, list(matrix.shape), list(matrix.stride()), list(block)
+    return pingpong().describe(*arguments) if tile.takes_turns else TensorDescriptor(*arguments)

@@ -1,0 +1,227 @@
+"""Launches that make gradients of the operands from those of the logits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ... import launcher, tiles
+from .. import products
+from .operands import Classes, Operands, Rows, Sum, describe, pingpong
+
+
+class Products(Operands):
+    def add_input(
+        self,
+        rows: Rows,
+        chunk: int,
+        window: slice,
+        dz: Tensor,
+        total: Sum,
+        parts: Tensor,
+        first: bool,
+        last: bool,
+        factor: Tensor | None = None,
+        undo: Tensor | None = None,
+        rank_one: tuple[Tensor, Tensor] | None = None,
+        own: Tensor | None = None,
+    ) -> None:
+        """Add ``dz @ weight[window]`` to the rows of d_input that the chunk's rows came from.
+
+        The product's rows are multiplied by ``factor [most]`` and ``undo [1]``. Then are added ``rank_one``, a factor
+        ``[N]`` a row and a row ``[D]``, and the weights of indexed classes times ``own [N, K]``.
+        """
+        g_class_sum, class_row = (None, None) if rank_one is None else rank_one
+        tile = tiles.described("d_input", self.input)
+        weight = self.weight[window]
+        programs = self.programs * tile.slots
+        signature = self.signature, weight.shape[0], total.out.dtype
+        if self.transposed:
+            w = describe(weight.t(), tile, tile.vocab, tile.hidden)
+        else:
+            w = describe(weight, tile, tile.hidden, tile.vocab)
+        common = (
+            parts,
+            factor,
+            undo,
+            g_class_sum,
+            class_row,
+            own,
+            self.index,
+            self.weight,
+            rows.order,
+            rows.length,
+            chunk,
+            rows.most,
+            weight.shape[0],
+            self.hidden,
+            self.index.shape[1],
+            *self.weight.stride(),
+            total.out.stride(0),
+            programs,
+            int(first),
+            int(last),
+        )
+        options = self.launch_options(tile, flatten=False)
+        launcher.launch(
+            signature,
+            products.d_input_kernel,
+            (programs,),
+            describe(dz, tile, tile.rows, tile.hidden),
+            w,
+            *total,
+            *common,
+            TRANSPOSED=self.transposed,
+            **options,
+        )
+        sizes = {name: options[name] for name in ("BM", "BN", "BK", "GROUP", "ROWS")}
+        strips = (programs, tile.rows // 8)
+        launcher.launch(signature, products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
+
+    def add_weight(
+        self,
+        rows: Rows,
+        chunk: int,
+        window: slice,
+        dz: Tensor,
+        x: Tensor,
+        total: Sum,
+        undo: Tensor | None = None,
+        class_row: Tensor | None = None,
+        classes: Classes | None = None,
+    ) -> None:
+        """Add ``dz.T @ x`` to ``total``, the rows ``window`` of d_weight; the first chunk's sum begins there.
+
+        ``class_row [D]`` times the class weights is added once. The sums of this chunk's ``classes`` are to be finished
+        by ``finish_classes``.
+        """
+        # Kernels that take turns add to sums in 16 bits and more, those of float16 operands are float32.
+        tile = tiles.described("d_weight", self.input, turns=total.out.element_size() == 2)
+        height = total.out.shape[0]
+        programs = min(self.programs * tile.slots, -(-height // tile.rows) * -(-self.hidden // tile.vocab))
+        kernel, half, sums = products.d_weight_kernel, 1, tuple(total)
+        if tile.takes_turns:
+            turns = pingpong()
+            kernel = turns.d_weight_kernel
+            if tile.vocab == 256:
+                kernel, half = turns.d_weight_together_kernel, 2
+            sums = tuple(None if s is None else describe(s, tile, 64, 64) for s in sums)
+        launcher.launch(
+            (self.signature, height, total.out.dtype),
+            kernel,
+            (programs,),
+            describe(dz, tile, tile.hidden, tile.rows // half),
+            describe(x, tile, tile.hidden, tile.vocab),
+            *sums,
+            undo,
+            None if self.class_weight is None else self.class_weight[window],
+            class_row,
+            None if classes is None else classes.rows,
+            None if classes is None else classes.slots,
+            rows.length,
+            chunk,
+            rows.most,
+            height,
+            self.hidden,
+            programs,
+            **self.launch_options(tile),
+        )
+
+    def add_bias(
+        self, rows: Rows, chunk: int, window: slice, dz: Tensor, out: Tensor, factor: Tensor | None = None
+    ) -> None:
+        """Add the column sums of ``factor[:, None] * dz`` to the classes ``window`` of d_bias, float32."""
+        out = out[window]
+        launcher.launch(
+            (self.signature, out.shape[0]),
+            products.d_bias_kernel,
+            (triton.cdiv(out.shape[0], 256),),
+            dz,
+            factor,
+            out,
+            rows.length,
+            chunk,
+            rows.most,
+            out.shape[0],
+            dz.stride(0),
+            BLOCK_ROWS=32,
+            BLOCK=256,
+            ROWS=self.row_block,
+            num_warps=8,
+        )
+
+    def classes(self, rows: Rows) -> Classes:
+        """The classes of the listed rows, sorted by chunk and class."""
+        dtype = torch.int32 if rows.chunks * (self.vocab + 1) < 2**31 else torch.int64
+        keys = self.empty(self.rows, dtype=dtype)
+        launcher.launch(
+            (self.signature, dtype), products.keys_kernel, (triton.cdiv(self.rows, 256),), self.index, rows.order,
+            rows.length, keys, self.rows, rows.most, self.vocab, LARGEST=torch.iinfo(dtype).max, BLOCK=256,
+            ROWS=self.row_block,
+        )  # fmt: skip
+        keys, position = keys.sort(stable=True)
+        slots = torch.full((self.vocab,), -1, dtype=torch.int32, device=self.input.device)
+        return Classes(keys, position, self.empty(rows.most, self.hidden), slots)
+
+    def place_classes(self, rows: Rows, chunk: int, classes: Classes) -> None:
+        """Give the classes of a chunk their slots."""
+        launcher.launch(
+            (self.signature, classes.keys.dtype), products.slots_kernel, (triton.cdiv(rows.most, 256),), classes.keys,
+            rows.length, classes.slots, chunk, rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
+        )  # fmt: skip
+
+    def finish_classes(
+        self, rows: Rows, chunk: int, own: Tensor, classes: Classes, total: Sum | None, d_bias: Tensor | None
+    ) -> None:
+        """Add what gradients ``own [N, 1]`` of indexed logits give to d_weight, after the chunk's product, and d_bias.
+
+        They are the large entries, and where a model is sure of them they nearly cancel the rest: what is added up is
+        rounded after that.
+        """
+        block = min(1024, triton.next_power_of_2(self.hidden))
+        out, low = (None, None) if total is None else total
+        launcher.launch(
+            (self.signature, classes.keys.dtype, None if out is None else out.dtype),
+            products.own_classes_kernel,
+            (rows.most, triton.cdiv(self.hidden, block)),
+            classes.keys,
+            classes.position,
+            rows.order,
+            rows.length,
+            own,
+            self.input,
+            classes.rows,
+            out,
+            low,
+            d_bias,
+            chunk,
+            rows.most,
+            self.vocab,
+            self.hidden,
+            *self.input.stride(),
+            BLOCK_ENTRIES=4,
+            BLOCK=block,
+            ROWS=self.row_block,
+        )
+
+    def weighted_sum(self, matrix: Tensor, weights: Tensor | None) -> Tensor:
+        """``sum_i weights_i matrix_i``, ``[D]`` float32; a weight of 0 silences whatever its row holds."""
+        rows, hidden = matrix.shape
+        strips = max(1, min(64, rows // 64))
+        parts = self.empty(strips, hidden)
+        launcher.launch(
+            (self.signature, matrix.shape, matrix.stride()),
+            products.weighted_sum_kernel,
+            (triton.cdiv(hidden, 128), strips),
+            matrix,
+            weights,
+            parts,
+            rows,
+            -(-rows // strips),
+            hidden,
+            *matrix.stride(),
+            BLOCK_ROWS=32,
+            BLOCK=128,
+        )
+        return parts.sum(0)

@@ -1,0 +1,109 @@
+"""Launches for row statistics, and for a loss of them."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from ....ops.contract import Upstream
+from ... import launcher, tiles
+from ..rows import loss_kernel
+from ..stats import merge_kernel, stats_kernel
+from .lists import Lists, list_block
+from .operands import Listed, Rows, Stats, describe, kernel_for
+
+# What the gathered rows of a chunk of statistics may take.
+STATS_BYTES = 12 << 20
+
+
+class Statistics(Lists):
+    def stats_chunk(self) -> int:
+        """Rows in a chunk of statistics: as many as fit the bytes, in a number of blocks that divides the programs."""
+        tile = tiles.described("stats", self.input)
+        programs = self.programs * tile.slots
+        blocks = max(1, STATS_BYTES // (self.hidden * self.input.element_size() * tile.rows))
+        needed = -(-self.rows // tile.rows)
+        even = next(b for b in range(min(blocks, programs), 0, -1) if programs % b == 0)
+        return self.whole_blocks(min(even, needed) * tile.rows)
+
+    def stats(self, listed: Listed, out: Stats, want_class_sum: bool) -> None:
+        """The statistics of the listed rows."""
+        rows = self.cut(listed, self.stats_chunk())
+        self.pick(listed, out.picked)
+        gathered = self.empty(rows.most, self.hidden, dtype=self.input.dtype)
+        for chunk in range(rows.chunks):
+            self.gather(rows, chunk, gathered)
+            self.stats_of(rows, chunk, gathered, out, want_class_sum)
+
+    def stats_of(self, rows: Rows, chunk: int, gathered: Tensor, out: Stats, want_class_sum: bool) -> None:
+        tile = tiles.described("stats", self.input)
+        most = rows.most
+        programs = max(self.programs * tile.slots, most // tile.rows)
+        each = 2 if tile.takes_turns else 1  # parts that a program makes
+        parts = self.empty(3 if want_class_sum else 2, programs * each * tile.rows)
+        part_class_sum = parts[2] if want_class_sum else None
+        options = self.launch_options(tile)
+        del options["GROUP"]
+        launcher.launch(
+            self.signature,
+            kernel_for(stats_kernel, tile),
+            (programs,),
+            describe(gathered, tile, tile.rows, tile.hidden),
+            self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
+            self.bias,
+            rows.length,
+            self.class_weight,
+            parts[0],
+            parts[1],
+            part_class_sum,
+            self.scale,
+            chunk,
+            most,
+            self.vocab,
+            self.hidden,
+            programs,
+            SCALED=self.scale != 1.0,
+            TRANSFORM=self.transform,
+            TRANSPOSED=self.transposed,
+            EVEN_VOCAB=self.vocab % tile.vocab == 0,
+            **options,
+        )
+        launcher.launch(
+            self.signature,
+            merge_kernel,
+            (triton.cdiv(most, 16),),
+            parts[0],
+            parts[1],
+            part_class_sum,
+            self.index,
+            rows.order,
+            rows.length,
+            out.lse,
+            out.residual,
+            out.picked,
+            out.log_prob,
+            out.class_sum if want_class_sum else None,
+            chunk,
+            most,
+            self.vocab,
+            self.index.shape[1],
+            programs,
+            PARTS=each,
+            BM=tile.rows,
+            BLOCK_LANES=64,
+            BLOCK_ROWS=16,
+            ROWS=self.row_block,
+        )
+
+    def loss(self, stats: Stats, c: Upstream) -> Tensor:
+        """``c.lse * lse + c.picked * log_prob + c.class_sum * class_sum``, summed."""
+        loss = self.empty()
+        class_sum = None if c.class_sum is None else stats.class_sum
+        launcher.launch(
+            self.signature,
+            loss_kernel,
+            (1,),
+            stats.lse, stats.log_prob, class_sum, self.index, c.lse, c.picked, c.class_sum, loss, self.rows,
+            self.index.shape[1], BLOCK=list_block(self.rows), num_warps=16,
+        )  # fmt: skip
+        return loss

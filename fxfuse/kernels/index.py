@@ -1,0 +1,49 @@
+"""Class indices, cleaned and checked in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launcher import launch
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["size", "vocab", "ignore_index"])
+def clean_kernel(
+    index,  # [size] int64
+    clean,  # [size] int64, out
+    valid,  # [] int8, 1 before; out: 0 if an index is neither a class nor ignored
+    size,
+    vocab,
+    ignore_index,
+    IGNORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(index + at, mask=at < size, other=0)
+    foreign = (label < 0) | (label >= vocab)
+    if IGNORES:
+        ignored = label == ignore_index
+        foreign = foreign & (ignored == 0)
+        label = tl.where(ignored, -1, label)
+    tl.store(clean + at, label, mask=at < size)
+    # Whoever finds one stores the same zero.
+    found = tl.sum((foreign & (at < size)).to(tl.int32), 0) > 0
+    tl.store(valid, 0, mask=found)
+
+
+def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
+    """The index, contiguous int64, with -1 for what is ignored; and a bool ``[]``: whether the rest are classes."""
+    out = torch.empty_like(index)
+    valid = torch.ones((), dtype=torch.int8, device=index.device)
+    numbers = (index.numel(), vocab, 0 if ignore_index is None else ignore_index)
+    ignores = ignore_index is not None
+    wide = tuple(not -(2**31) <= number < 2**31 for number in numbers)
+    signature = (index.device, index.data_ptr() % 16 == 0, ignores, wide)
+    grid = (triton.cdiv(index.numel(), BLOCK),)
+    launch(signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, BLOCK=BLOCK)
+    return out, valid.view(torch.bool)
