@@ -42,6 +42,7 @@ STRETCHED_BYTES = 512 << 20
 WINDOW_BYTES = 256 << 20
 # Within little memory: classes of a window that rows are not cut for, and sizes that no bound goes below.
 WIDE_WINDOW, LEAST_CLASSES, LEAST_ROWS = 4096, 1024, 1024
+SMALL_BYTES = 4 << 20
 
 
 # --- gradients ------------------------------------------------------------------------------------------------
@@ -234,8 +235,8 @@ def _windows(call: Call, memory: int) -> tuple[int, int]:
         if call.rows > call.vocab:
             return max(call.row_block, WINDOW_BYTES // (call.vocab * size)), call.vocab
         return call.rows, max(1, WINDOW_BYTES // (call.whole_blocks(call.rows) * size))
-    # What further bits of d_input and its cut tiles take.
-    memory = max(0, memory - call.rows * call.hidden - 4 * call.parts_size())
+    # What further bits of d_input, its cut tiles and lists of rows take.
+    memory = max(0, memory - call.rows * call.hidden - 4 * call.parts_size() - SMALL_BYTES)
     most, cuts = call.whole_blocks(call.rows), 1
     while True:
         each = most * size + (call.hidden if cuts > 1 else 0)

@@ -136,7 +136,7 @@ class Products(Operands):
         launcher.launch(
             (self.signature, out.shape[0]),
             products.d_bias_kernel,
-            (triton.cdiv(out.shape[0], 256),),
+            (triton.cdiv(out.shape[0], 128),),
             dz,
             factor,
             out,
@@ -145,10 +145,10 @@ class Products(Operands):
             rows.most,
             out.shape[0],
             dz.stride(0),
-            BLOCK_ROWS=32,
-            BLOCK=256,
+            BLOCK_ROWS=64,
+            BLOCK=128,
             ROWS=self.row_block,
-            num_warps=8,
+            num_warps=4,
         )
 
     def classes(self, rows: Rows) -> Classes:

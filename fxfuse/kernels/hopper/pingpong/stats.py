@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..schedule import chunk_bounds, logits_of
 from ..stats import class_sum_of, lanes_of, online
-from .ring import BLOCK, barriers, load_tiles, multiply
+from .ring import BLOCK, barriers, half, load_tiles, multiply
 
 
 @gluon.jit
@@ -34,6 +34,33 @@ def _load(
 
 
 @gluon.jit
+def _see(
+    z, m, s, class_sum, bias, class_weight, part_class_sum, first, scale, vocab, SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr, EVEN_VOCAB: gl.constexpr,
+):  # fmt: skip
+    """The statistics of a row after these products, at the classes from ``first`` on."""
+    width: gl.constexpr = z.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    col = first + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    z, _slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
+    if part_class_sum is not None:
+        of_part = class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
+        class_sum += gl.convert_layout(of_part, by_row, assert_trivial=True)
+    if not EVEN_VOCAB:
+        z = gl.where((col < vocab)[None, :], z, float("-inf"))
+    m = gl.convert_layout(m, of_rows, assert_trivial=True)
+    s = gl.convert_layout(s, of_rows, assert_trivial=True)
+    m, s = online(z, m, s)
+    return (
+        gl.convert_layout(m, by_row, assert_trivial=True),
+        gl.convert_layout(s, by_row, assert_trivial=True),
+        class_sum,
+    )
+
+
+@gluon.jit
 def _walk(
     bias, length, class_weight, part_max, part_sum, part_class_sum, scale, chunk, most, vocab, hidden, programs,
     x_tiles, w_tiles, full, empty, turn, WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSFORM: gl.constexpr,
@@ -53,13 +80,16 @@ def _walk(
             WARPGROUP, STAGES,
         )  # fmt: skip
         round += 1  # noqa: SIM113
-        col = column * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
-        z, _slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
-        if part_class_sum is not None:
-            class_sum += class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
-        if not EVEN_VOCAB:
-            z = gl.where((col < vocab)[None, :], z, float("-inf"))
-        m, s = online(z, m, s)
+        # A transform needs registers: by halves, which takes twice the reductions over columns.
+        HALVES: gl.constexpr = 1 if TRANSFORM == "" else 2
+        for i in gl.static_range(HALVES):
+            part_of_z = z
+            if HALVES == 2:
+                part_of_z = half(z, i == 1)
+            m, s, class_sum = _see(
+                part_of_z, m, s, class_sum, bias, class_weight, part_class_sum, column * BLOCK + i * (BLOCK // 2),
+                scale, vocab, SCALED, TRANSFORM, EVEN_VOCAB,
+            )  # fmt: skip
 
     # Two parts a lane: this warpgroup's is one of them.
     part = ((row_block * lanes + lane) * 2 + WARPGROUP) * BLOCK + gl.arange(0, BLOCK, layout=by_row)
