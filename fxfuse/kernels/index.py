@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import tiles
 from .launcher import launch
 
 BLOCK = 1024
@@ -44,6 +45,6 @@ def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, 
     ignores = ignore_index is not None
     wide = tuple(not -(2**31) <= number < 2**31 for number in numbers)
     signature = (index.device, index.data_ptr() % 16 == 0, ignores, wide)
-    grid = (triton.cdiv(index.numel(), BLOCK),)
+    grid = (tiles.cdiv(index.numel(), BLOCK),)
     launch(signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, BLOCK=BLOCK)
     return out, valid.view(torch.bool)

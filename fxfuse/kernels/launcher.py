@@ -18,7 +18,7 @@ def launch(signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, 
     ``signature`` must tell apart all that Triton compiles into a kernel: devices, dtypes, alignment, constants, and for
     integers that the kernel specialises whether they are 1 or multiples of 16. Which arguments are None is seen here.
     """
-    key = (kernel, signature, *[value is None for value in args])
+    key = (id(kernel), signature, *[value is None for value in args])  # a kernel's own hash takes longer
     found = _compiled.get(key)
     if found is not None:
         compiled, positional = found

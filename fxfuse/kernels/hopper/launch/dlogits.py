@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from ....ops.contract import Upstream
@@ -63,7 +62,7 @@ class GradientsOfLogits(Statistics):
         launcher.launch(
             self.signature,
             finish_kernel,
-            (triton.cdiv(rows.most, 16),),
+            (tiles.cdiv(rows.most, 16),),
             scratch,
             offset,
             self.index,
@@ -178,7 +177,7 @@ class GradientsOfLogits(Statistics):
             launcher.launch(
                 (self.signature, weight.shape[0]),
                 correct_kernel,
-                (triton.cdiv(rows.most, 128),),
+                (tiles.cdiv(rows.most, 128),),
                 dz,
                 self.index,
                 rows.order,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ....ops.contract import Upstream
@@ -88,7 +87,7 @@ class Lists(Operands):
             self.hidden,
             self.index.shape[1],
             *self.input.stride(),
-            BLOCK=min(triton.next_power_of_2(self.hidden), 4096),
+            BLOCK=min(tiles.next_power_of_2(self.hidden), 4096),
             ROWS=self.row_block,
             num_warps=4,
         )
@@ -104,7 +103,7 @@ class Lists(Operands):
         launcher.launch(
             self.signature,
             pick_kernel,
-            (triton.cdiv(self.rows, size), indexed),
+            (tiles.cdiv(self.rows, size), indexed),
             self.input,
             self.weight,
             self.bias,
@@ -131,4 +130,4 @@ class Lists(Operands):
 
 
 def list_block(rows: int) -> int:
-    return min(4096, max(256, triton.next_power_of_2(rows)))
+    return min(4096, max(256, tiles.next_power_of_2(rows)))

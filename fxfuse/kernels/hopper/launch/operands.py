@@ -12,7 +12,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -71,6 +70,9 @@ class Sum(NamedTuple):
     low: Tensor | None
 
 
+_signatures: dict[tuple[object, ...], int] = {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
     input: Tensor
@@ -82,9 +84,9 @@ class Operands:
     transform: str
 
     @functools.cached_property
-    def signature(self) -> tuple[object, ...]:
-        """What the choice of compiled kernels depends on, but for windows, gradients, and arguments that are None."""
-        return (
+    def signature(self) -> int:
+        """A number for what the choice of compiled kernels depends on, but for windows, gradients, and what is None."""
+        told_apart = (
             self.input.device,
             *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in (self.input, self.weight)),
             *(None if t is None else t.dtype for t in (self.bias, self.class_weight)),
@@ -92,6 +94,7 @@ class Operands:
             self.transform,
             tiles.dot_precision(self.input.dtype),
         )
+        return _signatures.setdefault(told_apart, len(_signatures))
 
     def slopes(self) -> Tensor | None:
         """Where to put the derivative of the transform at the indexed logits."""
@@ -111,11 +114,11 @@ class Operands:
     def vocab(self) -> int:
         return self.weight.shape[0]
 
-    @property
+    @functools.cached_property
     def programs(self) -> int:
         return tiles.machine(self.input.device).processors
 
-    @property
+    @functools.cached_property
     def row_block(self) -> int:
         return tiles.row_block(self.input.device)
 
@@ -128,7 +131,7 @@ class Operands:
     def windows(self, most: int) -> list[slice]:
         """The vocabulary in windows of at most ``most`` classes, such as keep all programs busy."""
         tile = tiles.described("d_weight", self.input)
-        columns = triton.cdiv(self.hidden, tile.vocab)
+        columns = tiles.cdiv(self.hidden, tile.vocab)
         each = tiles.window(self.vocab, most, columns, tile.rows, self.programs * tile.slots)
         return [slice(at, min(at + each, self.vocab)) for at in range(0, self.vocab, each)]
 
@@ -138,8 +141,12 @@ class Operands:
         if not together:
             return Stats(*(torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes))
         sizes = [-(-math.prod(shape) // 64) * 64 for shape in shapes]
-        parts = torch.zeros(sum(sizes), dtype=torch.float32, device=self.input.device).split(sizes)
-        return Stats(*(p[: math.prod(shape)].view(shape) for p, shape in zip(parts, shapes, strict=True)))
+        all_of_it = torch.zeros(sum(sizes), dtype=torch.float32, device=self.input.device)
+        parts, start = [], 0
+        for shape, size in zip(shapes, sizes, strict=True):
+            parts.append(all_of_it.as_strided(shape, (1,) if len(shape) == 1 else (shape[1], 1), start))
+            start += size
+        return Stats(*parts)
 
     def no_bad(self, rows: Rows, gathered: Tensor) -> Bad:
         return Bad(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ... import launcher, tiles
@@ -136,7 +135,7 @@ class Products(Operands):
         launcher.launch(
             (self.signature, out.shape[0]),
             products.d_bias_kernel,
-            (triton.cdiv(out.shape[0], 128),),
+            (tiles.cdiv(out.shape[0], 128),),
             dz,
             factor,
             out,
@@ -156,7 +155,7 @@ class Products(Operands):
         dtype = torch.int32 if rows.chunks * (self.vocab + 1) < 2**31 else torch.int64
         keys = self.empty(self.rows, dtype=dtype)
         launcher.launch(
-            (self.signature, dtype), products.keys_kernel, (triton.cdiv(self.rows, 256),), self.index, rows.order,
+            (self.signature, dtype), products.keys_kernel, (tiles.cdiv(self.rows, 256),), self.index, rows.order,
             rows.length, keys, self.rows, rows.most, self.vocab, LARGEST=torch.iinfo(dtype).max, BLOCK=256,
             ROWS=self.row_block,
         )  # fmt: skip
@@ -167,7 +166,7 @@ class Products(Operands):
     def place_classes(self, rows: Rows, chunk: int, classes: Classes) -> None:
         """Give the classes of a chunk their slots."""
         launcher.launch(
-            (self.signature, classes.keys.dtype), products.slots_kernel, (triton.cdiv(rows.most, 256),), classes.keys,
+            (self.signature, classes.keys.dtype), products.slots_kernel, (tiles.cdiv(rows.most, 256),), classes.keys,
             rows.length, classes.slots, chunk, rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
         )  # fmt: skip
 
@@ -179,12 +178,12 @@ class Products(Operands):
         They are the large entries, and where a model is sure of them they nearly cancel the rest: what is added up is
         rounded after that.
         """
-        block = min(1024, triton.next_power_of_2(self.hidden))
+        block = min(1024, tiles.next_power_of_2(self.hidden))
         out, low = (None, None) if total is None else total
         launcher.launch(
             (self.signature, classes.keys.dtype, None if out is None else out.dtype),
             products.own_classes_kernel,
-            (rows.most, triton.cdiv(self.hidden, block)),
+            (rows.most, tiles.cdiv(self.hidden, block)),
             classes.keys,
             classes.position,
             rows.order,
@@ -213,7 +212,7 @@ class Products(Operands):
         launcher.launch(
             (self.signature, matrix.shape, matrix.stride()),
             products.weighted_sum_kernel,
-            (triton.cdiv(hidden, 128), strips),
+            (tiles.cdiv(hidden, 128), strips),
             matrix,
             weights,
             parts,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from ....ops.contract import Upstream
@@ -71,7 +70,7 @@ class Statistics(Lists):
         launcher.launch(
             self.signature,
             merge_kernel,
-            (triton.cdiv(most, 16),),
+            (tiles.cdiv(most, 16),),
             parts[0],
             parts[1],
             part_class_sum,

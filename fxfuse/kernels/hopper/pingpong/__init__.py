@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,6 +18,9 @@ __all__ = ["d_weight_kernel", "d_weight_together_kernel", "describe", "exponenti
 
 def describe(matrix: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """A descriptor of blocks that lie in shared memory as the tensor cores read them."""
-    size = matrix.element_size()
-    layout = gl.NVMMASharedLayout(min(128, block[-1] * size), 8 * size, rank=2)
-    return TensorDescriptor(matrix, shape, strides, block, layout)
+    return TensorDescriptor(matrix, shape, strides, block, _layout(block[-1], matrix.element_size()))
+
+
+@functools.cache
+def _layout(columns: int, size: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, rank=2)
