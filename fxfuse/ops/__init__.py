@@ -37,9 +37,9 @@ for _schema in (
     f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS},"
     " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
     f"linear_loss_exponentials({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, *,"
-    " str transform='') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " str transform='') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_loss_exponentials_backward({_OPERANDS}, Tensor? c_class_sum, Tensor g, Tensor e, Tensor gathered,"
-    f" Tensor factor, Tensor own, Tensor order, Tensor length, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
+    f" Tensor factor, Tensor own, Tensor order, Tensor length, Tensor row_sum, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
 ):
     _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -154,14 +154,16 @@ def _linear_loss_fake(input: Tensor, weight: Tensor, *rest: Any, **_: Any) -> tu
 
 @torch.library.register_fake("fxfuse::linear_loss_exponentials", lib=_lib)
 def _linear_loss_exponentials_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *_: Any, **__: Any
+    input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *rest: Any, **_: Any
 ) -> tuple[Tensor, ...]:
+    c_class_sum = rest[-1]
     (rows, hidden), vocab, acc = input.shape, weight.shape[0], acc_dtype(input.dtype)
     block = row_block(input.device)
     most = -(-rows // block) * block
     sizes = (((), acc), ((most, padded(vocab)), input.dtype), ((most, hidden), input.dtype), ((most,), acc))
     lists = ((tuple(index.shape), acc), ((rows,), torch.int32), ((1,), torch.int32))
-    return tuple(input.new_empty(shape, dtype=dtype) for shape, dtype in (*sizes, *lists))
+    row_sum = ((0 if c_class_sum is None else hidden,), acc)
+    return tuple(input.new_empty(shape, dtype=dtype) for shape, dtype in (*sizes, *lists, row_sum))
 
 
 # --- autograd -------------------------------------------------------------------------------------------------
@@ -257,11 +259,9 @@ def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ..
     nothing = (None,) * 6
     if g is None:
         return None, None, None, *nothing
-    *operands, c_class_sum, e, gathered, factor, own, order, length = ctx.saved_tensors
+    operands, (c_class_sum, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     needs = ctx.needs_input_grad[:3]
-    grads = linear_loss_exponentials_backward(
-        *operands, ctx.scale, c_class_sum, g, e, gathered, factor, own, order, length, *needs
-    )
+    grads = linear_loss_exponentials_backward(*operands, ctx.scale, c_class_sum, g, *kept, *needs)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
 
 

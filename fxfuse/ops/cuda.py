@@ -207,12 +207,13 @@ def linear_loss_exponentials_backward(
     own: Tensor,
     order: Tensor,
     length: Tensor,
+    row_sum: Tensor,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _Head.of(input, _on_vectors(weight), bias, index, class_weight, scale, "").call()
-    kept = _hopper().Kept(e, gathered, factor, own, order, length)
+    kept = _hopper().Kept(e, gathered, factor, own, order, length, row_sum)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     needs = (need_input, need_weight, need_bias)
     with _current(input.device):

@@ -146,6 +146,7 @@ class Kept(NamedTuple):
     own: Tensor  # [N, K] float32
     order: Tensor  # [N] int32
     length: Tensor  # [1] int32
+    row_sum: Tensor  # [D] float32: the sum of the classes' weights; empty without class sums
 
 
 @dataclasses.dataclass
@@ -162,7 +163,6 @@ class _Exponentials:
     slope: Tensor | None = None
     bad: Bad | None = None
     # What class sums give: the sum over the classes is linear, so that is a matrix of rank one.
-    row_sum: Tensor | None = None
     bias_sum: Tensor | None = None
     rank_one: tuple[Tensor, Tensor] | None = None
     weight_row: Tensor | None = None
@@ -174,7 +174,9 @@ class _Exponentials:
         """``shared [most, D]`` float32 is memory that ``make`` may use for bad rows: what it holds is lost."""
         gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
         e = call.empty(rows.most, tiles.padded(call.vocab), dtype=call.input.dtype)
-        kept = Kept(e, gathered, call.empty(rows.most), torch.zeros_like(up.picked), rows.order, rows.length)
+        row_sum = call.empty(0) if up.class_sum is None else call.weighted_sum(call.weight, call.class_weight)
+        own = torch.zeros_like(up.picked)
+        kept = Kept(e, gathered, call.empty(rows.most), own, rows.order, rows.length, row_sum)
         bad_rows = torch.empty_like(gathered)
         if shared is not None:
             bad_rows = shared.view(-1).view(e.dtype)[: gathered.numel()].view_as(gathered)
@@ -187,8 +189,7 @@ class _Exponentials:
         if up.class_sum is None:
             return
         call = self.call
-        self.row_sum = call.weighted_sum(call.weight, call.class_weight)
-        self.rank_one = up.class_sum, self.row_sum * call.scale
+        self.rank_one = up.class_sum, self.kept.row_sum * call.scale
         if call.bias is not None:
             self.bias_sum = (call.bias.float() * (1.0 if call.class_weight is None else call.class_weight)).sum()
         if need_weight:
@@ -197,8 +198,9 @@ class _Exponentials:
     def make(self, chunk: int, scratch: Tensor) -> None:
         call, k = self.call, self.kept
         assert self.offset is not None and self.bad is not None
+        row_sum = k.row_sum if self.stats.class_sum.numel() else None
         call.gather(
-            self.rows, chunk, k.gathered, self.stats.picked, self.offset, self.row_sum, self.bias_sum,
+            self.rows, chunk, k.gathered, self.stats.picked, self.offset, row_sum, self.bias_sum,
             self.stats.class_sum,
         )  # fmt: skip
         call.exponentials_of(
