@@ -104,6 +104,7 @@ TAKING_TURNS: dict[str, Tile] = {
     "stats": Tile(128, 128, 64, 4, 6, takes_turns=True),
     "d_weight": Tile(128, 128, 64, 4, 5, takes_turns=True),
     "exponentials": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
+    "dlogits": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
 }
 # For d_weight of many hidden units, two warpgroups share a larger tile.
 TOGETHER = Tile(128, 256, 64, 4, 4, group=8, takes_turns=True)

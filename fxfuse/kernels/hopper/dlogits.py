@@ -17,11 +17,11 @@ def _gradient(z, lse, residual, g):
 
 
 @triton.jit
-def _store_half(
-    dz, z, bias, class_weight, lse, residual, g, g_class_sum, there, scale, out_scale, vocab, tile_row, tile_col,
-    SCALED: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr,
+def gradients_of(
+    z, bias, col, class_weight, lse, residual, g, g_class_sum, there, scale, out_scale, vocab, SCALED: tl.constexpr,
+    TRANSFORM: tl.constexpr,
 ):  # fmt: skip
-    col = tile_col + tl.arange(0, WIDTH)
+    """The gradients of the logits of products ``z [BM, W]``, 0 in rows that are not ``there``."""
     z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
     d = _gradient(z, lse[:, None], residual[:, None], g[:, None])
     if g_class_sum is not None:
@@ -30,7 +30,19 @@ def _store_half(
         else:
             c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
             d += g_class_sum[:, None] * c[None, :]
-    dz.store([tile_row, tile_col], tl.where(there[:, None], d * slope * out_scale, 0.0).to(dz.dtype))
+    return tl.where(there[:, None], d * slope * out_scale, 0.0)
+
+
+@triton.jit
+def _store_half(
+    dz, z, bias, class_weight, lse, residual, g, g_class_sum, there, scale, out_scale, vocab, tile_row, tile_col,
+    SCALED: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    col = tile_col + tl.arange(0, WIDTH)
+    d = gradients_of(
+        z, bias, col, class_weight, lse, residual, g, g_class_sum, there, scale, out_scale, vocab, SCALED, TRANSFORM
+    )
+    dz.store([tile_row, tile_col], d.to(dz.dtype))
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "programs"])

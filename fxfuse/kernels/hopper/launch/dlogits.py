@@ -99,7 +99,7 @@ class GradientsOfLogits(Statistics):
         # Where there are no bad rows, these launches find that out.
         again = Rows(bad.order, bad.length[chunk], rows.most, 1)
         self.stats_of(again, 0, bad.gathered, out, False)
-        tile = tiles.described("dlogits", self.input)
+        tile = tiles.described("dlogits", self.input, turns=False)
         launcher.launch(
             self.signature,
             scattered_dlogits_kernel,
@@ -148,7 +148,7 @@ class GradientsOfLogits(Statistics):
         programs = min(self.programs * tile.slots, rows.most // tile.rows * -(-weight.shape[0] // tile.vocab))
         launcher.launch(
             (self.signature, weight.shape[0]),
-            dlogits_kernel,
+            kernel_for(dlogits_kernel, tile),
             (programs,),
             describe(gathered, tile, tile.rows, tile.hidden),
             self.described_weight(weight, tile, tile.vocab, tile.hidden),

@@ -8,12 +8,20 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .dlogits import dlogits_kernel
 from .exponentials import exponentials_kernel
 from .products import d_weight_kernel
 from .stats import stats_kernel
 from .together import d_weight_together_kernel
 
-__all__ = ["d_weight_kernel", "d_weight_together_kernel", "describe", "exponentials_kernel", "stats_kernel"]
+__all__ = [
+    "d_weight_kernel",
+    "d_weight_together_kernel",
+    "describe",
+    "dlogits_kernel",
+    "exponentials_kernel",
+    "stats_kernel",
+]
 
 
 def describe(matrix: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:

@@ -13,10 +13,11 @@ from .ring import BLOCK, barriers, half, load_tiles, multiply, store_async
 
 
 @gluon.jit
-def _load(
+def load_blocks(
     x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
     BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
+    """Load the operands of every tile of a chunk's logits."""
     _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
     row_blocks = gl.cdiv(rows, BLOCK)
     columns = gl.cdiv(vocab, BLOCK)
@@ -24,6 +25,15 @@ def _load(
         x, w, x_tiles, w_tiles, full, empty, gl.program_id(0), row_blocks * columns, programs, row_blocks, columns,
         hidden, True, not TRANSPOSED, BK, GROUP, STAGES,
     )  # fmt: skip
+
+
+@gluon.jit
+def store_half(out, value, buffer, row, col):
+    """Store half a tile through one of a warpgroup's two buffers in turn."""
+    tma.store_wait(1)  # the store before the last has read this buffer
+    buffer.store(value.to(out.dtype))
+    fence_async_shared()
+    store_async(out, [row, col], buffer)
 
 
 @gluon.jit
@@ -56,11 +66,7 @@ def _make(
                 half(z, i == 1), bias, col, scale, shift, vocab, SCALED, TRANSFORM, EVEN_VOCAB
             )
             s += gl.sum(p, 1)
-            buffer = staged.index(2 * WARPGROUP + i)
-            tma.store_wait(1)  # the store before the last has read this buffer
-            buffer.store(weighted.to(e.dtype))
-            fence_async_shared()
-            store_async(e, [row_block * BLOCK, tile_col], buffer)
+            store_half(e, weighted, staged.index(2 * WARPGROUP + i), row_block * BLOCK, tile_col)
         gl.store(part_sum + column.to(gl.int64) * most + row, s)
     tma.store_wait(0)
 
@@ -106,7 +112,7 @@ def exponentials_kernel(
                 e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
                 empty, turn, staged, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, GROUP, STAGES, ROWS,
             )),
-            (_load, (
+            (load_blocks, (
                 x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
                 GROUP, STAGES, ROWS,
             )),

@@ -1,0 +1,113 @@
+"""The gradient of the logits as in ``..dlogits``, by warpgroups that take turns."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ...logits import grouped
+from ..dlogits import gradients_of
+from ..schedule import chunk_bounds
+from .exponentials import load_blocks, store_half
+from .ring import BLOCK, barriers, half, multiply
+
+
+@gluon.jit
+def _make(
+    dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, normalise, scale, chunk, most, vocab,
+    hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, WARPGROUP: gl.constexpr, SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    start, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+    row_blocks = gl.cdiv(rows, BLOCK)
+    columns = gl.cdiv(vocab, BLOCK)
+    HALF: gl.constexpr = BLOCK // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    out_scale = scale
+    if normalise is not None:
+        out_scale = scale * gl.load(normalise)
+    steps = gl.cdiv(hidden, BK)
+    round = 0
+    for tile in range(gl.program_id(0) + WARPGROUP * programs, row_blocks * columns, 2 * programs):
+        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        row = row_block * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+        there = row < rows
+        source = gl.load(order + start + row, mask=there, other=0)
+        row_lse = gl.load(lse + source, mask=there, other=0.0)
+        row_residual = gl.load(residual + source, mask=there, other=0.0)
+        g = gl.load(g_lse + source, mask=there, other=0.0)
+        g_sum = None
+        if g_class_sum is not None:
+            g_sum = gl.load(g_class_sum + source, mask=there, other=0.0)
+        z = multiply(
+            x_tiles, w_tiles, full, empty, turn, round, (2 * round + WARPGROUP) * steps, steps, True, not TRANSPOSED,
+            WARPGROUP, STAGES,
+        )  # fmt: skip
+        round += 1  # noqa: SIM113
+        for i in gl.static_range(2):
+            tile_col = column * BLOCK + i * HALF
+            col = tile_col + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+            d = gradients_of(
+                half(z, i == 1), bias, col, class_weight, row_lse, row_residual, g, g_sum, there, scale, out_scale,
+                vocab, SCALED, TRANSFORM,
+            )  # fmt: skip
+            store_half(dz, d, staged.index(2 * WARPGROUP + i), row_block * BLOCK, tile_col)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["chunk", "most", "programs"])
+def dlogits_kernel(
+    x,  # descriptor of [most, D] in blocks [128, BK]
+    w,  # descriptor of [W, D] in blocks [128, BK], or of [D, W] in [BK, 128] if TRANSPOSED
+    dz,  # descriptor of [most, W] in blocks [128, 64], out
+    bias,
+    order,
+    length,
+    class_weight,
+    lse,
+    residual,
+    g_lse,
+    g_class_sum,
+    normalise,
+    scale,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK, BK], x.layout)
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    staged = gl.allocate_shared_memory(dz.dtype, [4, BLOCK, BLOCK // 2], dz.layout)
+    full = barriers(STAGES)
+    empty = barriers(STAGES)
+    turn = barriers(2)
+    gl.warp_specialize(
+        [
+            (_make, (
+                dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, normalise, scale, chunk, most,
+                vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 0, SCALED, TRANSFORM, TRANSPOSED,
+                BK, GROUP, STAGES, ROWS,
+            )),
+            (_make, (
+                dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, normalise, scale, chunk, most,
+                vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 1, SCALED, TRANSFORM, TRANSPOSED,
+                BK, GROUP, STAGES, ROWS,
+            )),
+            (load_blocks, (
+                x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
+                GROUP, STAGES, ROWS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
