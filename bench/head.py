@@ -345,14 +345,16 @@ def main() -> int:
     if not 0 <= args.ignored < 1:
         parser.error("--ignored: a fraction from 0 to below 1 is needed")
     count = len(args.only or implementations())
-    results = list(tqdm(measurements(shapes, args), total=len(shapes) * count, file=sys.stderr, unit="run"))  # type: ignore[arg-type]
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU ({platform.machine()})"
+    about = {"device": name, "torch": torch.__version__, "dtype": args.dtype, "ignored": args.ignored}
+    results: list[dict[str, Any]] = []
+    for row in tqdm(measurements(shapes, args), total=len(shapes) * count, file=sys.stderr, unit="run"):
+        results.append(row)
+        if args.json:  # each time: what has been measured should not be lost
+            with open(args.json, "w") as file:
+                json.dump({**about, "command": command(), "results": results}, file, indent=1)
     print(f"{name}, torch {torch.__version__}, {args.dtype}, mean cross entropy, {args.ignored:.0%} ignored")
     print(tabulate(results, headers="keys", floatfmt=".3g"))
-    if args.json:
-        about = {"device": name, "torch": torch.__version__, "dtype": args.dtype, "ignored": args.ignored}
-        with open(args.json, "w") as file:
-            json.dump({**about, "command": command(), "results": results}, file, indent=1)
     return 0
 
 

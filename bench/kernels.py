@@ -1,0 +1,142 @@
+"""The kernels of a loss one by one, each in turns with the bare product that it contains: where the time goes.
+
+    python bench/kernels.py                       # the shapes of head.py, on a GPU with the kernels of kernels/hopper
+    python bench/kernels.py --shape gpt2 --json kernels.json
+
+Each column is the time of a kernel, with the small ones that belong to it, over the product of the same operands at the
+size in which the loss uses it (a chunk of rows; for an odd vocabulary, of a padded product). ``products in chunks`` is
+the three bare products chunk by chunk over the same at once: what chunks alone cost, with nothing done in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from head import SHAPES, Clock
+from tabulate import tabulate
+from tqdm import tqdm
+
+from fxfuse.kernels import tiles
+from fxfuse.kernels.hopper.launch import Call, Sum
+from fxfuse.ops import hopper
+from fxfuse.ops.contract import Upstream
+
+
+class Kernels:
+    """A call of a loss whose first chunk has been made, and its parts."""
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        torch.manual_seed(0)
+        rows, hidden, vocab = shape
+        x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+        w = (torch.randn(vocab, hidden, device="cuda") / hidden**0.5).bfloat16()
+        index = torch.randint(vocab, (rows, 1), device="cuda")
+        self.call = call = Call(x, w, None, index, None, 1.0, "")
+        self.everything = slice(0, vocab)
+        listed = call.every_row()
+        c = torch.full((rows,), 1 / rows, device="cuda")
+        self.up = Upstream(c, -c[:, None], None)
+        most = rows if rows <= hidden else hopper._rows_of_exponentials(call)
+        self.rows = call.cut(listed, most)
+        self.classes = call.classes(self.rows)
+        self.stats = call.no_stats(False)
+        self.made = hopper._Exponentials.begin(call, self.rows, self.stats, self.up)
+        self.scratch = call.empty(max(call.parts_size(), call.sums_size(self.rows.most)))
+        self.made.make(0, self.scratch)
+        self.e = self.made.kept.e[:, :vocab]
+        self.d_input = Sum(torch.zeros_like(x), None)
+        low = torch.zeros_like(w, dtype=torch.int8) if self.rows.chunks > 1 else None
+        self.d_weight = Sum(torch.zeros_like(w), low)
+        self.stats_rows = call.cut(listed, call.stats_chunk())
+        self.gathered = call.empty(self.stats_rows.most, hidden, dtype=x.dtype)
+        call.gather(self.stats_rows, 0, self.gathered)
+
+    def statistics(self) -> None:
+        self.call.stats_of(self.stats_rows, 0, self.gathered, self.stats, False)
+
+    def exponentials(self) -> None:
+        self.made.make(0, self.scratch)
+
+    def input_product(self) -> None:
+        kept = self.made.kept
+        self.call.add_input(
+            self.rows, 0, self.everything, self.e, self.d_input, self.scratch, True, True, kept.factor, own=kept.own
+        )
+
+    def weight_product(self) -> None:
+        """In the middle of the chunks, where there are several: with old sums and new ones."""
+        chunk, kept = min(1, self.rows.chunks - 1), self.made.kept
+        self.call.place_classes(self.rows, chunk, self.classes)
+        self.call.add_weight(
+            self.rows, chunk, self.everything, self.e, kept.gathered, self.d_weight, classes=self.classes
+        )
+        self.call.finish_classes(self.rows, chunk, kept.own, self.classes, self.d_weight, None)
+
+
+def measure(shape: tuple[int, int, int], clock: Clock) -> dict[str, Any]:
+    k = Kernels(shape)
+    call, most = k.call, k.rows.most
+    x, w = call.input, F.pad(call.weight, (0, 0, 0, -call.vocab % 64))
+    z = torch.empty(call.rows, w.shape[0], device="cuda", dtype=x.dtype)
+    d_x, d_w = torch.empty_like(x), torch.empty_like(w)
+
+    def products(start: int, stop: int) -> list[Callable[[], Any]]:
+        here, z_here = slice(start, stop), z[: stop - start]
+        return [
+            lambda: torch.mm(x[here], w.t(), out=z_here),
+            lambda: torch.mm(z_here, w, out=d_x[here]),
+            lambda: torch.mm(z_here.t(), x[here], out=d_w),
+        ]
+
+    def run(parts: list[Callable[[], Any]]) -> None:
+        for part in parts:
+            part()
+
+    chunk = products(0, min(most, call.rows))
+    in_chunks = [p for at in range(0, call.rows, most) for p in products(at, min(at + most, call.rows))]
+    at_once = products(0, call.rows)
+    row: dict[str, Any] = {"shape": "×".join(map(str, shape)), "rows": most, "chunks": k.rows.chunks}
+    row["statistics"] = clock.ratio(k.statistics, products(0, min(k.stats_rows.most, call.rows))[0])[0]
+    row["exponentials"] = clock.ratio(k.exponentials, chunk[0])[0]
+    row["dX"] = clock.ratio(k.input_product, chunk[1])[0]
+    row["dW"] = clock.ratio(k.weight_product, chunk[2])[0]
+    row["products in chunks"] = clock.ratio(lambda: run(in_chunks), lambda: run(at_once))[0]
+    return row
+
+
+def measurements(shapes: list[tuple[int, int, int]], clock: Clock) -> Iterator[dict[str, Any]]:
+    for shape in shapes:
+        yield measure(shape, clock)
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    many = [name for name, shape in SHAPES.items() if shape[0] > 64]
+    parser.add_argument("--shape", action="append", choices=many, help="all of them unless given; may be repeated")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
+    parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    args = parser.parse_args()
+    example = torch.empty(0, 16, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
+    if not (example.is_cuda and tiles.has_descriptors(example)):
+        parser.error("a GPU of compute capability 9.0 or 10.0 is needed")
+    shapes = [SHAPES[name] for name in args.shape or many]
+    clock = Clock(torch.device("cuda"), args.repeats)
+    results = list(tqdm(measurements(shapes, clock), total=len(shapes), file=sys.stderr, unit="shape"))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16: time over the bare product's")
+    print(tabulate(results, headers="keys", floatfmt=".3f"))
+    if args.json:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": "bfloat16"}
+        with open(args.json, "w") as file:
+            json.dump({**about, "results": results}, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
