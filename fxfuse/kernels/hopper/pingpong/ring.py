@@ -24,10 +24,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...logits import grouped
 
-# Triton 3.9 has other names for these.
+# Later versions of Triton have other names for these.
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 BLOCK = gl.constexpr(128)  # rows and columns of a tile
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def seen_as(tiles, descriptor, COUNT: gl.constexpr):
+        """The same shared memory as so many blocks of a descriptor."""
+        return tiles.reinterpret(
+            descriptor.dtype, [COUNT, descriptor.block_shape[0], descriptor.block_shape[1]], descriptor.layout
+        )
+
+else:
+
+    @gluon.jit
+    def seen_as(tiles, descriptor, COUNT: gl.constexpr):
+        """The same shared memory as so many blocks of a descriptor."""
+        return tiles._reinterpret(
+            descriptor.dtype, [COUNT, descriptor.block_shape[0], descriptor.block_shape[1]], descriptor.layout
+        )
 
 
 @gluon.jit

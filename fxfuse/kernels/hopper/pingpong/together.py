@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ...logits import grouped
-from .ring import BLOCK, add_product, after, barriers, half, load_async
+from .ring import BLOCK, add_product, after, barriers, half, load_async, seen_as
 from .sums import PIECE, add_piece, load_pieces, sizes, slots_of
 
 WIDTH = gl.constexpr(256)  # columns of a tile
@@ -147,10 +147,10 @@ def d_weight_together_kernel(
     gl.static_assert(BK == PIECE)
     dz_tiles = gl.allocate_shared_memory(dz.dtype, [2 * STAGES, BK, BLOCK // 2], dz.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BK, WIDTH], x.layout)
-    uppers = x_tiles._reinterpret(out.dtype, [PIECES * STAGES, PIECE, PIECE], out.layout)
+    uppers = seen_as(x_tiles, out, PIECES * STAGES)
     lowers = uppers  # which is not looked at
     if low is not None:
-        lowers = dz_tiles._reinterpret(gl.int8, [PIECES * STAGES, PIECE, PIECE], low.layout)
+        lowers = seen_as(dz_tiles, low, PIECES * STAGES)
     full = barriers(STAGES)
     empty = barriers(STAGES, 2)
     lead = barriers(1)
