@@ -195,6 +195,22 @@ def test_an_aliased_input_is_recognised() -> None:
     assert [site.reason.code for site in sites if site.reason] == ["operand_mutated"]
 
 
+@pytest.mark.parametrize(("memory", "status"), [(0, "fused"), (1, "kept")])
+def test_hidden_states_written_to_after_the_loss(memory: int, status: str) -> None:
+    def program(s: World) -> torch.Tensor:
+        x = s.x * 2
+        value = ce(torch.nn.functional.linear(x, s.w.detach()), s.y)
+        x.detach().zero_()  # a frozen weight's gradient is not needed, so eager has kept no hidden states
+        return value
+
+    worlds = World.make(), World.make()
+    with new_sites() as sites:
+        found = [f(world) for f, world in zip((compiled(program, memory=memory), program), worlds, strict=True)]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(f, w.x)[0] for f, w in zip(found, worlds, strict=True)))
+    assert [site.status for site in sites] == [status]
+
+
 def test_a_failure_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         made = compute(*args)

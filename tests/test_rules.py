@@ -44,13 +44,15 @@ def _run(program: Callable[[World], Any], world: World) -> tuple[tuple[torch.Ten
     return outs, torch.autograd.grad(differentiable, world.leaves(), upstream, allow_unused=True)
 
 
-def _compare(program: Callable[[World], Any], device: str, dynamic: bool) -> tuple[fxfuse.Site, ...]:
+def _compare(program: Callable[[World], Any], device: str, dynamic: bool, memory: int = 0) -> tuple[fxfuse.Site, ...]:
     torch._dynamo.reset()
     RAN.add(program)
     eager_world, world = World.make(device=device), World.make(device=device)
     expected, expected_grads = _run(program, eager_world)
     before = len(fxfuse.sites())
-    compiled = torch.compile(program, backend="fxfuse", options=OPTIONS, dynamic=dynamic, fullgraph=True)
+    compiled = torch.compile(
+        program, backend="fxfuse", options=OPTIONS | {"fxfuse.memory": memory}, dynamic=dynamic, fullgraph=True
+    )
     actual, grads = _run(compiled, world)
     assert [a.requires_grad for a in actual] == [e.requires_grad for e in expected]
     torch.testing.assert_close(actual, expected, equal_nan=True)
@@ -73,6 +75,12 @@ def test_fused(name: str, dynamic: bool, device: str) -> None:
         assert site.pattern
         assert site.variant
         assert "programs.py:" in site.where
+
+
+@pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_in_little_memory(name: str, device: str) -> None:
+    assert {site.status for site in _compare(FUSED[name], device, False, memory=1)} == {"fused"}
 
 
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
