@@ -44,7 +44,7 @@ def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, 
     numbers = (index.numel(), vocab, 0 if ignore_index is None else ignore_index)
     ignores = ignore_index is not None
     wide = tuple(not -(2**31) <= number < 2**31 for number in numbers)
-    signature = (index.device, index.data_ptr() % 16 == 0, ignores, wide)
+    signature = (index.device, index.dtype, index.data_ptr() % 16 == 0, ignores, wide)
     grid = (tiles.cdiv(index.numel(), BLOCK),)
     launch(signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, BLOCK=BLOCK)
     return out, valid.view(torch.bool)
