@@ -35,6 +35,7 @@ A row whose three upstream gradients are all zero contributes exactly zero, what
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,19 @@ def stash_dtype(dtype: torch.dtype) -> torch.dtype:
 def gradient_or_none(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, needed: bool) -> Tensor:
     """A zeroed gradient of ``shape``, or the empty tensor that stands for "not asked for"."""
     return like.new_zeros(shape if needed else (0,), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A head's operands, as the ops are given them."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    index: Tensor
+    class_weight: Tensor | None
+    scale: float
+    transform: str
 
 
 class Upstream(NamedTuple):

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..kernels import tiles
 from ..transform import decode, steepest
 from . import chunked
-from .contract import Upstream, normalisation, stash_dtype, weighted
+from .contract import Operands, Upstream, normalisation, stash_dtype, weighted
 
 # The buffer for the gradient of the logits: an eighth of the logits within these bounds, of whole tiles. Less costs
 # speed in short products, more costs memory that the fused ops are there to save.
@@ -235,17 +235,8 @@ class _Upstream(Upstream):
         return _Upstream(*map(_contiguous, self))  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Head:
+class _Head(Operands):
     """The operands as the kernels take them: all contiguous but ``input`` and ``weight``."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    index: Tensor
-    class_weight: Tensor | None
-    scale: float
-    transform: str
 
     @classmethod
     def of(

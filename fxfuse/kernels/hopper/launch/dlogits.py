@@ -34,7 +34,7 @@ class GradientsOfLogits(Statistics):
         that of indexed logits, which is in ``own [N, K]`` instead.
         """
         tile = tiles.described("exponentials", self.input)
-        columns = -(-self.vocab // tile.vocab)
+        columns = tiles.cdiv(self.vocab, tile.vocab)
         programs = min(self.programs * tile.slots, rows.most // tile.rows * columns)
         launcher.launch(
             self.signature,
@@ -53,9 +53,7 @@ class GradientsOfLogits(Statistics):
             self.vocab,
             self.hidden,
             programs,
-            SCALED=self.scale != 1.0,
-            TRANSFORM=self.transform,
-            TRANSPOSED=self.transposed,
+            **self.logits_options(),
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             **self.launch_options(tile),
         )
@@ -123,9 +121,7 @@ class GradientsOfLogits(Statistics):
             self.index.shape[1],
             e.stride(0),
             self.programs,
-            SCALED=self.scale != 1.0,
-            TRANSFORM=self.transform,
-            TRANSPOSED=self.transposed,
+            **self.logits_options(),
             **self.launch_options(tile, flatten=False),
         )
 
@@ -145,7 +141,7 @@ class GradientsOfLogits(Statistics):
         tile = tiles.described("dlogits", self.input)
         weight = self.weight[window]
         class_weight = None if self.class_weight is None else self.class_weight[window]
-        programs = min(self.programs * tile.slots, rows.most // tile.rows * -(-weight.shape[0] // tile.vocab))
+        programs = min(self.programs * tile.slots, rows.most // tile.rows * tiles.cdiv(weight.shape[0], tile.vocab))
         launcher.launch(
             (self.signature, weight.shape[0]),
             kernel_for(dlogits_kernel, tile),
@@ -168,9 +164,7 @@ class GradientsOfLogits(Statistics):
             weight.shape[0],
             self.hidden,
             programs,
-            SCALED=self.scale != 1.0,
-            TRANSFORM=self.transform,
-            TRANSPOSED=self.transposed,
+            **self.logits_options(),
             **self.launch_options(tile),
         )
         if self.index.shape[1] > 0:

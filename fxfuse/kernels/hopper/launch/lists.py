@@ -8,10 +8,10 @@ from torch import Tensor
 from ....ops.contract import Upstream
 from ... import launcher, tiles
 from ..rows import gather_kernel, list_flagged_kernel, list_kernel, pick_kernel
-from .operands import Listed, Operands, Rows
+from .operands import Described, Listed, Rows
 
 
-class Lists(Operands):
+class Lists(Described):
     def listed(self, up: Upstream) -> Listed:
         """The rows that have upstream gradients."""
         return self._list(up, None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ....ops.contract import Operands
 from ... import tiles
 
 
@@ -73,15 +74,8 @@ class Sum(NamedTuple):
 _signatures: dict[tuple[object, ...], int] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    index: Tensor
-    class_weight: Tensor | None
-    scale: float
-    transform: str
+class Described(Operands):
+    """Operands that ``takes`` accepts."""
 
     @functools.cached_property
     def signature(self) -> int:
@@ -126,7 +120,7 @@ class Operands:
         return torch.empty(shape, dtype=dtype, device=self.input.device)
 
     def whole_blocks(self, rows: int) -> int:
-        return max(1, -(-rows // self.row_block)) * self.row_block
+        return max(1, tiles.cdiv(rows, self.row_block)) * self.row_block
 
     def windows(self, most: int) -> list[slice]:
         """The vocabulary in windows of at most ``most`` classes, such as keep all programs busy."""
@@ -140,7 +134,7 @@ class Operands:
         shapes = [(self.rows,), (self.rows,), self.index.shape, self.index.shape, (self.rows if want_class_sum else 0,)]
         if not together:
             return Stats(*(torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes))
-        sizes = [-(-math.prod(shape) // 64) * 64 for shape in shapes]
+        sizes = [tiles.cdiv(math.prod(shape), 64) * 64 for shape in shapes]
         all_of_it = torch.zeros(sum(sizes), dtype=torch.float32, device=self.input.device)
         parts, start = [], 0
         for shape, size in zip(shapes, sizes, strict=True):
@@ -162,7 +156,7 @@ class Operands:
 
     def sums_size(self, most: int) -> int:
         """Numbers that ``exponentials_of`` needs beside its results."""
-        return -(-self.vocab // tiles.described("exponentials", self.input).vocab) * most
+        return tiles.cdiv(self.vocab, tiles.described("exponentials", self.input).vocab) * most
 
     def parts_size(self) -> int:
         """Numbers that ``add_input`` needs beside its results."""
@@ -174,8 +168,8 @@ class Operands:
 
     def cut(self, listed: Listed, most: int) -> Rows:
         """The listed rows in chunks of at most ``most``."""
-        chunks = max(1, -(-self.rows // most))
-        return Rows(*listed, self.whole_blocks(-(-self.rows // chunks)), chunks)
+        chunks = max(1, tiles.cdiv(self.rows, most))
+        return Rows(*listed, self.whole_blocks(tiles.cdiv(self.rows, chunks)), chunks)
 
     # --- descriptors ------------------------------------------------------------------------------------------
 
@@ -188,6 +182,10 @@ class Operands:
         if self.transposed:
             return describe(weight.t(), tile, hidden, classes)
         return describe(weight, tile, classes, hidden)
+
+    def logits_options(self) -> dict[str, object]:
+        """Of every kernel that makes logits from described operands."""
+        return {"SCALED": self.scale != 1.0, "TRANSFORM": self.transform, "TRANSPOSED": self.transposed}
 
     def launch_options(self, tile: tiles.Tile, flatten: bool = True) -> dict[str, object]:
         if tile.takes_turns:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ... import launcher, tiles
 from .. import products
-from .operands import Classes, Operands, Rows, Sum, describe, pingpong
+from .operands import Classes, Described, Rows, Sum, describe, pingpong
 
 
-class Products(Operands):
+class Products(Described):
     def add_input(
         self,
         rows: Rows,
@@ -98,12 +98,12 @@ class Products(Operands):
         # Kernels that take turns add to sums in 16 bits and more, those of float16 operands are float32.
         tile = tiles.described("d_weight", self.input, turns=total.out.element_size() == 2)
         height = total.out.shape[0]
-        programs = min(self.programs * tile.slots, -(-height // tile.rows) * -(-self.hidden // tile.vocab))
+        programs = min(self.programs * tile.slots, tiles.cdiv(height, tile.rows) * tiles.cdiv(self.hidden, tile.vocab))
         kernel, half, sums = products.d_weight_kernel, 1, tuple(total)
         if tile.takes_turns:
             turns = pingpong()
             kernel = turns.d_weight_kernel
-            if tile.vocab == 256:
+            if tile is tiles.TOGETHER:
                 kernel, half = turns.d_weight_together_kernel, 2
             sums = tuple(None if s is None else describe(s, tile, 64, 64) for s in sums)
         launcher.launch(
@@ -217,7 +217,7 @@ class Products(Operands):
             weights,
             parts,
             rows,
-            -(-rows // strips),
+            tiles.cdiv(rows, strips),
             hidden,
             *matrix.stride(),
             BLOCK_ROWS=32,

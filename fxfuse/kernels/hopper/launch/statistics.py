@@ -21,7 +21,7 @@ class Statistics(Lists):
         tile = tiles.described("stats", self.input)
         programs = self.programs * tile.slots
         blocks = max(1, STATS_BYTES // (self.hidden * self.input.element_size() * tile.rows))
-        needed = -(-self.rows // tile.rows)
+        needed = tiles.cdiv(self.rows, tile.rows)
         even = next(b for b in range(min(blocks, programs), 0, -1) if programs % b == 0)
         return self.whole_blocks(min(even, needed) * tile.rows)
 
@@ -61,9 +61,7 @@ class Statistics(Lists):
             self.vocab,
             self.hidden,
             programs,
-            SCALED=self.scale != 1.0,
-            TRANSFORM=self.transform,
-            TRANSPOSED=self.transposed,
+            **self.logits_options(),
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             **options,
         )

@@ -10,7 +10,7 @@ from ...logits import grouped
 from ..dlogits import gradients_of
 from ..schedule import chunk_bounds
 from .exponentials import load_blocks, store_half
-from .ring import BLOCK, barriers, half, multiply
+from .ring import BLOCK, half, multiply, ring_of_logits
 
 
 @gluon.jit
@@ -85,12 +85,8 @@ def dlogits_kernel(
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK, BK], x.layout)
-    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    x_tiles, w_tiles, full, empty, turn = ring_of_logits(x, w, BK, STAGES)
     staged = gl.allocate_shared_memory(dz.dtype, [4, BLOCK, BLOCK // 2], dz.layout)
-    full = barriers(STAGES)
-    empty = barriers(STAGES)
-    turn = barriers(2)
     gl.warp_specialize(
         [
             (_make, (

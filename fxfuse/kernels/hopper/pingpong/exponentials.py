@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...logits import grouped
 from ..exponentials import exponentials_of
 from ..schedule import LOG2E, chunk_bounds
-from .ring import BLOCK, barriers, half, load_tiles, multiply, store_async
+from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits, store_async
 
 
 @gluon.jit
@@ -95,12 +95,8 @@ def exponentials_kernel(
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK, BK], x.layout)
-    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    x_tiles, w_tiles, full, empty, turn = ring_of_logits(x, w, BK, STAGES)
     staged = gl.allocate_shared_memory(e.dtype, [4, BLOCK, BLOCK // 2], e.layout)
-    full = barriers(STAGES)
-    empty = barriers(STAGES)
-    turn = barriers(2)
     # Spelled out: a tuple with a name would turn constants into tensors.
     gl.warp_specialize(
         [

@@ -60,6 +60,14 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
 
 
 @gluon.jit
+def ring_of_logits(x, w, BK: gl.constexpr, STAGES: gl.constexpr):
+    """What products of hidden states and weights share: (tiles of each, ``full``, ``empty``, ``turn``)."""
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK, BK], x.layout)
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    return x_tiles, w_tiles, barriers(STAGES), barriers(STAGES), barriers(2)
+
+
+@gluon.jit
 def half(acc, SECOND: gl.constexpr):
     """One half of the columns of an accumulator: the same registers."""
     rows: gl.constexpr = acc.shape[0]

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..schedule import chunk_bounds, logits_of
 from ..stats import class_sum_of, lanes_of, online
-from .ring import BLOCK, barriers, half, load_tiles, multiply
+from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
 
 
 @gluon.jit
@@ -124,11 +124,7 @@ def stats_kernel(
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK, BK], x.layout)
-    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
-    full = barriers(STAGES)
-    empty = barriers(STAGES)
-    turn = barriers(2)
+    x_tiles, w_tiles, full, empty, turn = ring_of_logits(x, w, BK, STAGES)
     gl.warp_specialize(
         [
             (_walk, (
