@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from . import compat, errors
+from .escape import restored
 from .graph import rewrite
 from .options import PREFIX, Options
 from .report.records import journal
@@ -40,17 +41,22 @@ def fxfuse(
     try:
         own, rest = Options.parse(options)
         inner = _inner(own.inner, mode, rest)
-        sites = rewrite(gm, own) if own.enabled else []
+        (results,) = gm.graph.output_node().args
+        sites, escapes = rewrite(gm, own) if own.enabled else ((), ())
         journal.add(sites)
         for site in sites:
             if own.strict and site.reason is not None and site.reason.mendable:
                 raise errors.kept_dense(site.where, site.reason)
     except (ValueError, errors.FxfuseError) as error:
         raise compat.as_raised(error) from None
-    if not any(site.status == "fused" for site in sites):
+    if all(site.status == "kept" for site in sites):
         return inner(gm, example_inputs)
     with compat.cache_key(fingerprint()):
-        return inner(gm, example_inputs)
+        run = inner(gm, example_inputs)
+    if not escapes:
+        return run
+    assert isinstance(results, (tuple, list))
+    return restored(run, len(results), escapes, own.min_logits_bytes, own.memory)
 
 
 def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:

@@ -48,6 +48,14 @@ def transform_active() -> bool:
     return maybe_current_level() is not None
 
 
+def is_whole_graph(gm: Any) -> bool:
+    """Whether what a graph returns goes to the user's program, and not to another part of a graph that was split.
+
+    Only the graphs that Dynamo captured know why they end; the parts that ``DDPOptimizer`` makes of one do not.
+    """
+    return hasattr(gm, "compile_subgraph_reason")
+
+
 def schemas(target: Any) -> list[Any] | None:
     """The schemas of an operator, or None for anything else."""
     if isinstance(target, torch._ops.OpOverloadPacket):

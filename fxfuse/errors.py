@@ -16,6 +16,10 @@ class FxfuseError(RuntimeError):
     """An error of fxfuse itself, as opposed to one that eager PyTorch would have raised too."""
 
 
+class StaleLogitsError(FxfuseError):
+    """Deferred logits are read after their operands have changed."""
+
+
 class FxfuseWarning(UserWarning):
     """fxfuse could not do its work and left the program as it was."""
 
@@ -52,6 +56,26 @@ def no_forward_mode(op: str) -> Exception:
     return FxfuseError(
         f"fxfuse::{op} has no forward-mode derivative, but an operand carries a tangent. Compile inside of the "
         'dual_level, where fxfuse leaves the program as it is, or with options={"fxfuse.enabled": False}.'
+    )
+
+
+_WITHOUT_DEFERRAL = 'compile with options={"fxfuse.defer_logits": False} (and no mode) to have them computed at once'
+
+
+def stale_logits(operand: str, how: str) -> StaleLogitsError:
+    names = {"input": "the hidden states", "weight": "the weight", "bias": "the bias"}
+    return StaleLogitsError(
+        "These logits of a compiled model were not computed, because nothing had read them; now that something does, "
+        f"{names[operand]} of their projection cannot be used any more: {how}. Read them before that, with "
+        f"`logits = logits + 0`, or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been fine.)"
+    )
+
+
+def gradient_went_past(function: str) -> FxfuseError:
+    return FxfuseError(
+        f"{function} wants the gradient of logits of a compiled model, but a fused loss was computed from them whose "
+        f"gradient goes to the hidden states and the weight directly. Call {function} before the loss is computed, or "
+        f"{_WITHOUT_DEFERRAL}."
     )
 
 

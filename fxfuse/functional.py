@@ -14,24 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .algebra import Emit, Head, Logits
+from .algebra import Head, Logits
 from .compat import forward_ad_active, is_plain, transform_active
+from .eager import EMIT
 from .ops.contract import SUPPORTED_DTYPES
 from .passes import compute
 from .rules import TABLE, Call, Keep
 
 # A torch function with its arguments after the first.
 _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-
-class _EagerEmit(Emit):
-    """Runs functions as they come."""
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    def example(self, handle: Any) -> Tensor:
-        return handle
 
 
 def linear_cross_entropy(
@@ -160,7 +151,7 @@ def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step]
             value = TABLE[function](call, (value, *args), options)
     except Keep:
         return _eager(F.linear(input, weight, bias), steps)
-    _, (result,) = compute(_EagerEmit(), head, (value,), in_checkpoint=False, memory=0)
+    _, (result,) = compute(EMIT, head, (value,), in_checkpoint=False, memory=0)
     return result.to(out.dtype)
 
 

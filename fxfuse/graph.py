@@ -9,8 +9,8 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
 from .algebra import ClassTensor, Emit, Handle, Head, Logits, Reader
+from .escape import Escape, Escaped, send_out, why_not
 from .mutation import Timeline, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
 from .options import Options
@@ -25,7 +26,7 @@ from .passes import KEPT, compute, computes_again
 from .reasons import Reason, because
 from .report.records import Site
 from .report.source import function_name, location, module_path
-from .rules import TABLE, Call, Keep, head_of
+from .rules import TABLE, Call, Keep, cut_off, head_of
 
 # Without a loss that reads it, an output is called logits when it is this many times wider than its input: more
 # than a gated MLP's projection (28672 / 8192 = 3.5), less than that model's vocabulary (32000 / 8192 = 3.9).
@@ -40,6 +41,7 @@ class Candidate:
     head: Head
     readers: list[tuple[Node, Reader]] = field(default_factory=list)
     derived: list[Node] = field(default_factory=list)  # described nodes, in graph order, the projection first
+    escaped: list[Escaped] = field(default_factory=list)
     kept: Reason | None = None
     read: bool = False  # by a loss or the like
     shown: bool = False  # returned from the graph, or read by something that also reads other things than logits
@@ -52,7 +54,8 @@ class Candidate:
     @property
     def is_head(self) -> bool:
         wide = compat.hint(self.head.vocab) >= _VOCABULARY_RATIO * compat.hint(self.head.hidden)
-        return bool(self.readers) or (self.kept is not None and (self.read or (self.shown and wide)))
+        dense = self.kept is not None or bool(self.escaped)
+        return bool(self.readers) or (dense and (self.read or (self.shown and wide)))
 
 
 @dataclass
@@ -144,7 +147,7 @@ class _Analysis:
             if entry is None:
                 call.keep("unknown_reader")
             outcome = entry(call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
-            outcome = _cut_off(call, outcome)
+            outcome = cut_off(call, outcome)
         except Keep as refused:
             for value in described:
                 self._owner_of(value).keep(refused.reason)
@@ -191,23 +194,7 @@ class _Analysis:
             candidate = self._owner_of(value)
             candidate.shown = True
             if isinstance(value, ClassTensor):
-                shape = " × ".join(str(size) for size in value.shape)
-                candidate.keep(because("returned", f"as an output of shape {shape}", location(source)))
-
-
-def _cut_off(call: Call, outcome: ClassTensor | Reader) -> ClassTensor | Reader:
-    """``outcome``, marked where no_grad keeps gradients from flowing through it.
-
-    A view that is made under no_grad of a tensor that requires grad claims to require it too, but has no grad_fn.
-    What is read of it later with gradients on then requires grad to no effect, which the fused ops do not imitate.
-    """
-    source = outcome.source if isinstance(outcome, Reader) else outcome
-    if call.out.requires_grad and call.out.grad_fn is not None:
-        if not source.requires_grad:
-            call.keep("unknown_reader", f"{call.name}, with gradients on, of a view that was made under no_grad,")
-        return outcome
-    source = replace(source, requires_grad=False)
-    return replace(outcome, source=source) if isinstance(outcome, Reader) else source
+                candidate.escaped.append(Escaped(source, value))
 
 
 def _may_hold_a_loss(node: Node) -> bool:
@@ -255,16 +242,17 @@ def _unfit(candidate: Candidate) -> Reason | None:
 
 
 class _Planner:
-    def __init__(self, graph: Graph, options: Options, candidates: list[Candidate]) -> None:
+    def __init__(self, graph: Graph, options: Options, candidates: list[Candidate], may_defer: bool) -> None:
         self.timeline = Timeline(graph)
         self.options = options
+        self.may_defer = may_defer
         self.readers = {node for candidate in candidates for node, _ in candidate.readers}
 
     def plan(self, candidate: Candidate) -> list[Pass] | None:
         """How to compute the readers of a head; None, with the reason noted, where it must be kept."""
         if candidate.kept is None:
             candidate.kept = self._obstacle(candidate)
-        if candidate.kept is not None or not candidate.readers:
+        if candidate.kept is not None:
             return None
         passes: list[Pass] = []
         for node, reader in candidate.readers:
@@ -297,6 +285,13 @@ class _Planner:
         size = _rows(candidate) * head.vocab * head.dtype.itemsize
         if size < self.options.min_logits_bytes:
             return because("too_small", f"{size:,} bytes", where)
+        for escaped in candidate.escaped:
+            detail = "and they are not deferred"
+            if self.may_defer:
+                detail = why_not(escaped, candidate.node, self.timeline)
+            if detail:
+                shape = " × ".join(str(size) for size in escaped.value.shape)
+                return because("returned", f"as an output of shape {shape}, {detail}", location(escaped.node))
         return None
 
     def _joined(self, known: Pass, node: Node, reader: Reader) -> Pass | None:
@@ -422,7 +417,7 @@ def _site(candidate: Candidate, variant: str) -> Site:
     fused = candidate.kept is None
     chains = list(dict.fromkeys(reader.pattern for _, reader in candidate.readers)) if fused else []
     return Site(
-        status="fused" if fused else "kept",
+        status="kept" if not fused else "deferred" if candidate.escaped else "fused",
         pattern=" + ".join(chains) or " → ".join(candidate.trail or (function_name(candidate.node),)),
         where=location(candidate.node) or "",
         module=module_path(candidate.node, head.weight),
@@ -465,20 +460,37 @@ def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, bool]]:
                 yield from ((inner, True) for inner, _ in bodies(body))
 
 
-def rewrite(gm: GraphModule, options: Options) -> list[Site]:
+class Rewritten(NamedTuple):
+    """What ``rewrite`` did: the heads, and the outputs that are now operands of logits instead of logits."""
+
+    sites: tuple[Site, ...]
+    escapes: tuple[tuple[Escape, Site], ...]
+
+
+def rewrite(gm: GraphModule, options: Options) -> Rewritten:
     """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each."""
-    return [site for body, in_checkpoint in bodies(gm) for site in _rewrite_graph(body, options, in_checkpoint)]
+    sites: list[Site] = []
+    escapes: list[tuple[Escape, Site]] = []
+    for body, in_checkpoint in bodies(gm):
+        for site, sent in _rewrite_graph(body, options, in_checkpoint):
+            sites.append(site)
+            escapes += ((escape, site) for escape in sent)
+    return Rewritten(tuple(sites), tuple(escapes))
 
 
-def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> list[Site]:
+def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> list[tuple[Site, list[Escape]]]:
     graph = gm.graph
     candidates: list[Candidate] = []
     made: list[Node] = []
     variants: dict[Candidate, list[str]] = {}
     swaps: list[tuple[Node, Node]] = []
+    sent: dict[Candidate, list[Escape]] = {}
+    output = graph.output_node()
+    returned = output.args
     try:
         candidates = [c for c in _Analysis(graph).candidates if c.is_head]
-        planner = _Planner(graph, options, candidates) if candidates else None
+        may_defer = options.defer_logits and not in_checkpoint and compat.is_whole_graph(gm)
+        planner = _Planner(graph, options, candidates, may_defer) if candidates else None
         for candidate in candidates:
             assert planner is not None
             for one in planner.plan(candidate) or ():
@@ -486,10 +498,16 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
                 variant, results = _write(candidate, one, emit, in_checkpoint, options.memory)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 variants.setdefault(candidate, []).append(variant)
+        for candidate in candidates:
+            if candidate.kept is None:
+                for escaped in candidate.escaped:
+                    emit = _GraphEmit(graph, output, escaped.node, made)
+                    sent.setdefault(candidate, []).append(send_out(escaped, emit, output))
         for old, new in swaps:
             old.replace_all_uses_with(new)
         graph.lint()
     except Exception as failure:
+        output.args = returned
         for old, new in swaps:
             new.replace_all_uses_with(old)
         for node in reversed(made):
@@ -497,12 +515,12 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
         warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
-        return [_site(candidate, "") for candidate in candidates]
+        return [(_site(candidate, ""), []) for candidate in candidates]
     for old, _ in swaps:
         graph.erase_node(old)
-    for candidate in variants:
-        for node in reversed(candidate.derived):
+    for candidate in candidates:
+        for node in reversed(candidate.derived if candidate.kept is None else ()):
             graph.erase_node(node)
-    if swaps:
+    if swaps or sent:
         gm.recompile()
-    return [_site(c, "; ".join(dict.fromkeys(variants.get(c, ())))) for c in candidates]
+    return [(_site(c, "; ".join(dict.fromkeys(variants.get(c, ())))), sent.get(c, [])) for c in candidates]

@@ -21,6 +21,7 @@ class Options:
         inner: the registered backend that compiles the rewritten graph.
         memory: bytes that the buffers for gradients should take, beside the gradients: these are then made in the
             backward, in four products instead of three. 0 for what is fastest. See README.
+        defer_logits: return logits that leave a graph as ``DeferredLogits``, which are computed when they are read.
         strict: raise ``FxfuseError`` where a head is kept dense for a reason that the user can mend.
     """
 
@@ -28,6 +29,7 @@ class Options:
     min_logits_bytes: int = 16 << 20
     inner: str = "inductor"
     memory: int = 0
+    defer_logits: bool = True
     strict: bool = False
 
     @classmethod

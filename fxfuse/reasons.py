@@ -28,8 +28,8 @@ _KINDS = (
     Kind(
         "returned",
         "the logits leave the compiled function ({detail})",
-        "compile the function that computes the loss and return only the loss from it; if it does so already, the "
-        "graph breaks between the projection and the loss (TORCH_LOGS=graph_breaks says where)",
+        "return them as the projection made them (the vocabulary last, not normalised, no second view of them, their "
+        "operands unchanged) under fxfuse.defer_logits; or return only the loss from the compiled function",
     ),
     Kind(
         "unknown_reader",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import fxfuse
+from fxfuse.report.records import journal
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 DTYPE_IDS = ["fp32", "fp16", "bf16", "fp64"]
@@ -199,3 +201,16 @@ def new_sites() -> Iterator[list[fxfuse.Site]]:
     before, sites = len(fxfuse.sites()), []
     yield sites
     sites += fxfuse.sites()[before:]
+
+
+@contextlib.contextmanager
+def dense_reads() -> Iterator[list[str]]:
+    """A list that holds, after ``with``, where deferred logits were built inside, each build an entry."""
+
+    def count() -> Counter[str]:
+        report = journal.report()
+        return Counter({read.where: read.count for read in report.reads if read.kind == "read"})
+
+    before, reads = count(), []
+    yield reads
+    reads += (count() - before).elements()

@@ -1,7 +1,8 @@
 """Programs that read logits, each with what fxfuse should make of it.
 
-One list for every driver and device: a program takes a ``World`` and computes what a user's code would. ``fused``
-programs must fuse every head; ``kept`` ones must be left alone, for the reason named.
+One list for every driver and device: a program takes a ``World`` and computes what a user's code would. In those of
+``FUSED`` every head must be fused; those of ``KEPT`` must be left alone, for the reason named; of ``DEFERRED`` the
+logits leave the graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-BATCH, TIME, HIDDEN, VOCAB = 2, 5, 4, 11
+from fxfuse.algebra import Head, Logits
+from fxfuse.deferred import defer
+from fxfuse.report.records import Site
+
+BATCH, TIME, HIDDEN, VOCAB = 2, 5, 4, 17
 
 
 @dataclass
@@ -57,6 +62,25 @@ class World:
     @property
     def zb(self) -> torch.Tensor:
         return F.linear(self.x, self.w, self.b)
+
+
+class DeferredWorld(World):
+    """A world whose logits ``z`` and ``zb`` are deferred, as if a compiled model had returned them."""
+
+    @property
+    def z(self) -> torch.Tensor:
+        return self._deferred(None)
+
+    @property
+    def zb(self) -> torch.Tensor:
+        return self._deferred(self.b)
+
+    def _deferred(self, bias: torch.Tensor | None) -> torch.Tensor:
+        head = Head(self.x, self.w, bias, False, self.w.shape[1], self.w.shape[0], self.x.dtype)
+        shape = (*self.x.shape[:-1], head.vocab)
+        z = Logits(head, shape, len(shape) - 1, head.dtype, torch.is_grad_enabled(), trail=("linear",))
+        site = Site("deferred", "linear", "programs.py:1", "", BATCH * TIME, HIDDEN, VOCAB, "float64")
+        return defer(z, site, least=0, memory=0)
 
 
 def ce(z: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -439,13 +463,51 @@ def _returned(s: World) -> Any:
     return ce(z, s.y), z
 
 
+def _no_grad_returned(s: World) -> Any:
+    with torch.no_grad():
+        z = s.z
+    return z, s.x * 2
+
+
+def _returned_scores(s: World) -> Any:
+    z = s.z
+    return z.log_softmax(-1), z.logsumexp(-1)
+
+
+def _returned_twice(s: World) -> Any:
+    z = s.z
+    return z, z.view(-1, VOCAB)
+
+
+def _returned_after_write(s: World) -> Any:
+    x = s.x.detach() * 1
+    z = F.linear(x, s.w.detach())
+    x.mul_(2)
+    return z, x
+
+
+# Logits that a graph returns, and what else it does with them is fused.
+DEFERRED: dict[str, Callable[[World], Any]] = {
+    "returned": _returned,
+    "returned_alone": lambda s: s.zb,
+    "returned_rows": lambda s: s.z[:, 1:].contiguous(),
+    "returned_capped": lambda s: 2 * torch.tanh(s.zb / 2),
+    "returned_detached": lambda s: (ce(s.z, s.y), s.z.detach()),
+    "returned_of_a_transposed_weight": lambda s: s.x @ s.w.t(),
+    "returned_of_a_computed_weight": lambda s: F.linear(s.x, s.w * 2),
+    "returned_under_no_grad": _no_grad_returned,
+}
+
 KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "a_product_of_constants_underflows": (
         "unsupported_argument",
         lambda s: ce(torch.tanh(s.z) * 1e-200 * 1e-200, s.y),
     ),
-    "returned": ("returned", _returned),
-    "returned_log_probs": ("returned", lambda s: s.z.log_softmax(-1)),
+    "returned_log_probs": ("returned", _returned_scores),
+    "returned_transposed": ("returned", lambda s: s.z.mT),
+    "returned_twice": ("returned", _returned_twice),
+    "returned_after_write": ("returned", _returned_after_write),
+    "returned_of_a_larger_weight": ("returned", lambda s: F.linear(s.x[0, :1], s.w * 2)),
     "probability_targets": (
         "probability_targets",
         lambda s: F.cross_entropy(s.z.transpose(1, 2), F.one_hot(s.y, VOCAB).transpose(1, 2).to(s.x.dtype)),
@@ -454,7 +516,10 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "class_dim_of_loss": ("class_dim", lambda s: F.cross_entropy(s.z[:, :VOCAB], s.y.new_zeros(BATCH, VOCAB))),
     "class_dim_of_logsumexp": ("class_dim", lambda s: s.z.logsumexp((1, 2))),
     "unknown_reader": ("unknown_reader", lambda s: ce(torch.sin(s.z), s.y)),
-    "vocabulary_split": ("unknown_reader", lambda s: F.cross_entropy(s.z.view(-1, 1), s.y.new_zeros(110))),
+    "vocabulary_split": (
+        "unknown_reader",
+        lambda s: F.cross_entropy(s.z.view(-1, 1), s.y.new_zeros(BATCH * TIME * VOCAB)),
+    ),
     "some_classes": ("unknown_reader", lambda s: F.cross_entropy(s.z[..., :7].reshape(-1, 7), s.y.view(-1) % 7)),
     "rows_by_tensor": ("unknown_reader", lambda s: ce(s.z[:, s.y[0] * 0], s.y)),
     "argmax_beside": ("unknown_reader", _argmax_beside),

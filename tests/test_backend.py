@@ -93,7 +93,7 @@ def test_disabled() -> None:
 
 def test_strict_raises_what_the_user_can_mend() -> None:
     with pytest.raises(fxfuse.FxfuseError, match=r"programs.py:\d+.*return only the loss"):
-        compiled(returned, strict=True)(World.make())
+        compiled(returned, strict=True, defer_logits=False)(World.make())
     compiled(loss, strict=True)(World.make())
     torch._dynamo.reset()
     compiled(loss, strict=True, min_logits_bytes=1 << 30)(World.make())  # too small is no fault of the user
@@ -133,7 +133,8 @@ def test_the_cache_key_is_salted_only_where_something_was_fused(monkeypatch: pyt
     torch.compile(loss, backend="fxfuse", options=step)(World.make())
     torch.compile(returned, backend="fxfuse", options=step)(World.make())
     torch.compile(lambda s: s.x.sum(), backend="fxfuse", options=step)(World.make())
-    assert tags == [backend.fingerprint(), "", ""]
+    torch.compile(returned, backend="fxfuse", options=step | {"fxfuse.defer_logits": False})(World.make())
+    assert tags == [backend.fingerprint(), backend.fingerprint(), "", ""]
     assert torch.compiler.config.cache_key_tag == ""
 
 

@@ -139,6 +139,7 @@ def test_json_form() -> None:
     assert json.loads(json.dumps(journal.report().to_dict())) == {
         "fxfuse": fxfuse.__version__,
         "torch": torch.__version__,
+        "reads": [],
         "graphs": [
             {
                 "id": 0,

@@ -1,32 +1,42 @@
-"""Every program of ``programs`` through the graph driver: same values, gradients and effects as eager, as expected."""
+"""Every program of ``programs`` through both drivers: same values, gradients and effects as eager, as expected."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from programs import FUSED, KEPT, World
+from helpers import dense_reads
+from programs import DEFERRED, FUSED, KEPT, DeferredWorld, World
 
 import fxfuse
 from fxfuse import rules
+from fxfuse.deferred import DeferredLogits
 
 OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
-USED: set[Any] = set()
-RAN: set[Any] = set()
+# By driver: the programs that ran and the rules that they applied.
+RAN: dict[str, set[Any]] = {"graph": set(), "run time": set()}
+USED: dict[str, set[Any]] = {"graph": set(), "run time": set()}
+
+
+@pytest.fixture
+def driver() -> str:
+    return "graph"
 
 
 @pytest.fixture(autouse=True)
-def _note_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def _note_rules(driver: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Remember which rules the programs apply."""
     call = rules.Rule.__call__
 
     def noted(self: rules.Rule, *args: Any) -> Any:
-        USED.add(self.apply)
-        return call(self, *args)
+        out = call(self, *args)  # a refusal is no case
+        USED[driver].add(self.apply)
+        return out
 
     monkeypatch.setattr(rules.Rule, "__call__", noted)
+    yield
 
 
 def _flat(out: Any) -> tuple[torch.Tensor, ...]:
@@ -39,26 +49,35 @@ def _run(program: Callable[[World], Any], world: World) -> tuple[tuple[torch.Ten
     if not differentiable:
         return outs, ()
     # Distinct upstream gradients, so that a swapped or dropped one shows.
-    upstream = [torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype, device=out.device).view_as(out) + i
+    upstream = [torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype, device=out.device).view(out.shape) + i
                 for i, out in enumerate(differentiable)]  # fmt: skip
     return outs, torch.autograd.grad(differentiable, world.leaves(), upstream, allow_unused=True)
 
 
+def _assert_same(program: Callable[[World], Any], ours: Callable[[World], Any], world: World, device: str) -> None:
+    """``ours`` in ``world`` does what ``program`` does in eager, to everything that the caller can see."""
+    eager_world = World.make(device=device)
+    expected, expected_grads = _run(program, eager_world)
+    actual, grads = _run(ours, world)
+    assert [a.requires_grad for a in actual] == [e.requires_grad for e in expected]
+    assert [a.is_leaf for a in actual] == [e.is_leaf for e in expected]
+    torch.testing.assert_close([a * 1 for a in actual], [e * 1 for e in expected], equal_nan=True)
+    torch.testing.assert_close(grads, expected_grads, equal_nan=True)
+    for mine, theirs in zip(vars(world).values(), vars(eager_world).values(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+# --- the graph driver -----------------------------------------------------------------------------------------
+
+
 def _compare(program: Callable[[World], Any], device: str, dynamic: bool, memory: int = 0) -> tuple[fxfuse.Site, ...]:
     torch._dynamo.reset()
-    RAN.add(program)
-    eager_world, world = World.make(device=device), World.make(device=device)
-    expected, expected_grads = _run(program, eager_world)
+    RAN["graph"].add(program)
     before = len(fxfuse.sites())
     compiled = torch.compile(
         program, backend="fxfuse", options=OPTIONS | {"fxfuse.memory": memory}, dynamic=dynamic, fullgraph=True
     )
-    actual, grads = _run(compiled, world)
-    assert [a.requires_grad for a in actual] == [e.requires_grad for e in expected]
-    torch.testing.assert_close(actual, expected, equal_nan=True)
-    torch.testing.assert_close(grads, expected_grads, equal_nan=True)
-    for mine, theirs in zip(vars(world).values(), vars(eager_world).values(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    _assert_same(program, compiled, World.make(device=device), device)
     return fxfuse.sites()[before:]
 
 
@@ -84,6 +103,15 @@ def test_fused_in_little_memory(name: str, device: str) -> None:
 
 
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", DEFERRED)
+def test_deferred(name: str, dynamic: bool, device: str) -> None:
+    sites = _compare(DEFERRED[name], device, dynamic)
+    assert {site.status for site in sites} <= {"deferred", "fused"}, sites
+    assert "deferred" in {site.status for site in sites}
+
+
+@pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
 @pytest.mark.parametrize("name", KEPT)
 def test_kept(name: str, device: str) -> None:
     code, program = KEPT[name]
@@ -95,9 +123,52 @@ def test_kept(name: str, device: str) -> None:
         assert site.reason is not None and site.reason.sentence and site.reason.remedy
 
 
-def test_every_rule_has_a_program() -> None:
-    """A rule that no program applies is untested."""
-    if len(RAN) < len(FUSED) + len(KEPT):
+# --- the run-time driver --------------------------------------------------------------------------------------
+
+
+def _compare_at_run_time(program: Callable[[World], Any], device: str) -> int:
+    """How often deferred logits were built."""
+    RAN["run time"].add(program)
+    with dense_reads() as reads:
+        _run(program, DeferredWorld.make(device=device))
+    _assert_same(program, program, DeferredWorld.make(device=device), device)
+    return len(reads)
+
+
+@pytest.mark.parametrize("driver", ["run time"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_at_run_time(name: str, driver: str, device: str) -> None:
+    assert _compare_at_run_time(FUSED[name], device) == 0
+
+
+@pytest.mark.parametrize("driver", ["run time"])
+@pytest.mark.parametrize("name", DEFERRED)
+def test_deferred_at_run_time(name: str, driver: str, device: str) -> None:
+    _compare_at_run_time(DEFERRED[name], device)
+    with dense_reads() as reads:  # not of the backward, where tanh reads what it returned
+        DEFERRED[name](DeferredWorld.make(device=device))
+    assert not reads
+
+
+@pytest.mark.parametrize("driver", ["run time"])
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_at_run_time(name: str, driver: str, device: str) -> None:
+    """Right all the same; where eager builds logits, they are built, and each part of them once."""
+    assert _compare_at_run_time(KEPT[name][1], device) <= 2
+
+
+# --- both -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", RAN)
+def test_every_rule_has_a_program(which: str) -> None:
+    """A rule that no program applies is untested, under either driver."""
+    if len(RAN[which]) < len(FUSED) + len(KEPT) + len(DEFERRED):
         pytest.skip("runs after all programs, in the same process")
-    rows = {row.apply for row in (*rules.TABLE.values(), *rules.HEADS.values())}
-    assert {apply.__name__ for apply in rows - USED} == set()
+    rows = set(rules.TABLE.values()) | (set(rules.HEADS.values()) if which == "graph" else set())
+    untested = {row.apply.__name__ for row in rows if row.apply not in USED[which]}
+    assert untested == {"unsupported"}, "`unsupported` refuses whatever it is called for"
+
+
+def test_the_programs_made_deferred_logits() -> None:
+    assert isinstance(DeferredWorld.make().z, DeferredLogits)

@@ -17,8 +17,8 @@ class Site:
     """One projection to the vocabulary in one compiled graph, and what became of it.
 
     Attributes:
-        status: ``"fused"`` (the logits no longer exist) or ``"kept"`` (left as it was). ``"deferred"`` is for logits
-            that are computed only if read, which this version never does.
+        status: ``"fused"`` (the logits no longer exist), ``"deferred"`` (the graph returns them, and they will exist
+            when something reads them; what reads them inside is fused) or ``"kept"`` (left as it was).
         pattern: the chain from the projection to its readers, ``"linear → view → cross_entropy"``; several
             readers are joined by ``" + "``.
         where: ``file.py:line`` of the projection in the user's source.
@@ -56,10 +56,31 @@ class GraphRecord:
 
 
 @dataclass(frozen=True)
+class Read:
+    """A place in the program that made deferred logits cost memory after all.
+
+    Attributes:
+        kind: ``"read"`` where something needed their values, ``"copied"`` where an optimizer changed the weight while
+            they were alive and unread, so that it was copied.
+        where: ``file.py:line`` of the statement.
+        head: ``file.py:line`` of the projection.
+        count: how often.
+        bytes: of the logits, or of the copy, all together.
+    """
+
+    kind: Literal["read", "copied"]
+    where: str
+    head: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Report:
     """Every graph that was compiled, with its sites. Iterates over the sites; prints as a table."""
 
     graphs: tuple[GraphRecord, ...] = field(default_factory=tuple)
+    reads: tuple[Read, ...] = field(default_factory=tuple)
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -72,7 +93,9 @@ class Report:
         return len(self.sites)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: ``{"fxfuse": version, "torch": version, "graphs": [{"id": …, "sites": […]}]}``."""
+        """The JSON form: ``{"fxfuse": version, "torch": version, "graphs": [{"id": …, "sites": […]}],
+        "reads": […]}``.
+        """
         import torch
 
         from .. import __version__
@@ -81,6 +104,7 @@ class Report:
             "fxfuse": __version__,
             "torch": str(torch.__version__),
             "graphs": [{"id": g.id, "sites": [asdict(s) for s in g.sites]} for g in self.graphs],
+            "reads": [asdict(read) for read in self.reads],
         }
 
     def __str__(self) -> str:
@@ -95,6 +119,7 @@ class Journal:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graphs: list[GraphRecord] = []
+        self._reads: dict[tuple[Literal["read", "copied"], str, str], tuple[int, int]] = {}
 
     def add(self, sites: Iterable[Site]) -> GraphRecord:
         with self._lock:
@@ -102,9 +127,18 @@ class Journal:
             self._graphs.append(record)
         return record
 
-    def report(self, since: int = 0) -> Report:
+    def note(self, kind: Literal["read", "copied"], site: Site, where: str, size: int) -> None:
+        """Remember that deferred logits of ``site`` cost ``size`` bytes."""
         with self._lock:
-            return Report(tuple(self._graphs[since:]))
+            key = (kind, where, site.where)
+            count, total = self._reads.get(key, (0, 0))
+            self._reads[key] = (count + 1, total + size)
+
+    def report(self, since: int = 0) -> Report:
+        """The graphs from number ``since`` on, and every read."""
+        with self._lock:
+            reads = (Read(*key, count, total) for key, (count, total) in self._reads.items())
+            return Report(tuple(self._graphs[since:]), tuple(reads))
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ..compat import dynamo_source
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
+_OWN = str(Path(__file__).parent.parent) + os.sep
 _MODULE_PART = re.compile(r"\._?(?:modules|parameters|buffers)\['?([^\]']+)'?\]|\.([A-Za-z_]\w*)")
 
 
@@ -22,6 +25,14 @@ def location(node: Node) -> str | None:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else None
+
+
+def caller() -> str:
+    """``file.py:line`` of the innermost running frame outside of PyTorch and fxfuse; empty if there is none."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN, "<")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def function_name(node: Node) -> str:

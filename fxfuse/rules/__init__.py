@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..algebra import ClassTensor, Head
+from ..algebra import ClassTensor, Head, Reader
 from ..reasons import Reason, because
 
 
@@ -79,9 +79,13 @@ class Rule:
             if name not in self.tracked and _holds_class_tensor(value):
                 call.keep("unknown_reader", f"{call.name} (as its argument {name})")
             default = self.signature.parameters[name].default
-            if name not in self.wanted and not name.startswith("_") and value is not default and value != default:
+            if name not in self.wanted and not name.startswith("_") and not _is(value, default):
                 call.keep("unsupported_argument", f"{call.name} has {name}={value!r}, which fxfuse does not support")
         return self.apply(call, **{name: value for name, value in given.items() if name in self.wanted})
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and value == default)
 
 
 def _holds_class_tensor(value: Any) -> bool:
@@ -153,6 +157,21 @@ def head_of(function: Function, call: Call, args: tuple[Any, ...], kwargs: Mappi
     except Keep:
         return None
     return found
+
+
+def cut_off(call: Call, outcome: ClassTensor | Reader) -> ClassTensor | Reader:
+    """``outcome``, marked where no_grad keeps gradients from flowing through it.
+
+    A view that is made under no_grad of a tensor that requires grad claims to require it too, but has no grad_fn.
+    What is read of it later with gradients on then requires grad to no effect, which the fused ops do not imitate.
+    """
+    source = outcome.source if isinstance(outcome, Reader) else outcome
+    if call.out.requires_grad and call.out.grad_fn is not None:
+        if not source.requires_grad:
+            call.keep("unknown_reader", f"{call.name}, with gradients on, of a view that was made under no_grad,")
+        return outcome
+    source = replace(source, requires_grad=False)
+    return replace(outcome, source=source) if isinstance(outcome, Reader) else source
 
 
 # Importing a family fills the table.

@@ -1,0 +1,152 @@
+"""Logits that a compiled graph returns: the graph returns their hidden states instead, and the caller makes
+``DeferredLogits`` of these after every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from . import compat
+from .algebra import ClassTensor, Emit, Logits
+from .mutation import Timeline, storages
+from .report.records import Site
+from .report.source import function_name
+
+
+@dataclass(frozen=True, eq=False)
+class Escaped:
+    """Logits that are returned: the node, and what it is."""
+
+    node: Node
+    value: ClassTensor
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """An operand that the graph is given."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class _Result:
+    """An operand that the graph returns, in the logits' place or after everything else."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Escape:
+    """How to make returned logits of what the graph is given and returns.
+
+    Attributes:
+        positions: of the logits in what the graph returned.
+        value: the logits, with the rows' operations done already and no operands.
+        input, weight, bias: where the operands are.
+        transposed: whether the weight is ``[D, V]``.
+    """
+
+    positions: tuple[int, ...]
+    value: Logits
+    input: _Argument | _Result
+    weight: _Argument | _Result
+    bias: _Argument | _Result | None
+
+
+def why_not(escaped: Escaped, projection: Node, timeline: Timeline) -> str:
+    """Why the logits of ``projection`` cannot be computed later from its operands; empty if they can."""
+    value, head = escaped.value, escaped.value.head
+    output = escaped.node.graph.output_node()
+    if not isinstance(value, Logits):
+        return "normalised"
+    if value.class_dim != len(value.shape) - 1:
+        return "with the vocabulary not last"
+    others = {node for node in output.all_input_nodes if node is not escaped.node}
+    if any(storages(node) & storages(escaped.node) for node in others):
+        return "beside a view of them"
+    for operand in (head.input, head.weight, head.bias):
+        if isinstance(operand, Node):
+            writer = timeline.write_between(operand, projection, output)
+            if writer is not None:
+                return f"after {function_name(writer)} has changed an operand"
+            if timeline.unplaced_write(operand):
+                return "and an operation changes an operand"
+    rows = 1
+    for size in value.shape[:-1]:
+        rows *= compat.hint(size)
+    if not _is_given(head.weight) and compat.hint(head.hidden) > rows:
+        return "fewer than the weight, which is computed in the graph"
+    return ""
+
+
+def _is_given(node: Node) -> bool:
+    """Whether a node is an argument of the graph or a view of one, so that returning it takes no memory."""
+    given = (n for n in node.graph.nodes if n.op in ("placeholder", "get_attr"))
+    return any(storages(node) & storages(argument) for argument in given)
+
+
+def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
+    """Return the operands of ``escaped`` from the graph instead of it."""
+    value, head = escaped.value, escaped.value.head
+    arguments = [node for node in output.graph.nodes if node.op == "placeholder"]
+    (results,) = output.args
+    assert isinstance(results, (tuple, list))
+    returned = list(results)
+    positions = tuple(i for i, node in enumerate(returned) if node is escaped.node)
+    input = value.hidden_states(emit)
+    for i in positions:
+        returned[i] = input
+
+    def place(operand: Node | None) -> _Argument | _Result | None:
+        if operand is None:
+            return None
+        if operand in arguments:
+            return _Argument(arguments.index(operand))
+        if operand not in returned:
+            returned.append(operand)
+        return _Result(returned.index(operand))
+
+    at = [place(operand) for operand in (input, head.weight, head.bias)]
+    output.args = (tuple(returned),)
+    bare = replace(head, input=None, weight=None, bias=None)
+    return Escape(positions, replace(value, head=bare, row_ops=()), *at)  # type: ignore[arg-type]
+
+
+def restored(
+    run: Callable[..., Any], count: int, escapes: Sequence[tuple[Escape, Site]], least: int, memory: int
+) -> Callable[..., Any]:
+    """``run``, a compiled graph, with ``DeferredLogits`` among the ``count`` tensors that it returns.
+
+    Args:
+        least: logits of fewer bytes are computed at once.
+        memory: the option ``fxfuse.memory``.
+    """
+    from .deferred import defer
+
+    def call(*args: Any) -> list[Any]:
+        results = list(run(*args))
+
+        def at(place: _Argument | _Result | None) -> Tensor | None:
+            if place is None:
+                return None
+            return args[place.position] if isinstance(place, _Argument) else results[place.position]
+
+        made = []
+        for escape, site in escapes:
+            value = escape.value
+            input = at(escape.input)
+            assert input is not None
+            head = replace(value.head, input=input, weight=at(escape.weight), bias=at(escape.bias))
+            value = replace(value, head=head, shape=(*input.shape[:-1], head.vocab))
+            made.append(defer(value, site, least, memory))
+        for (escape, _), logits in zip(escapes, made, strict=True):
+            for i in escape.positions:
+                results[i] = logits
+        return results[:count]
+
+    return call

@@ -1,0 +1,126 @@
+"""The operands of logits that nobody has computed yet, and whether they are still what they were.
+
+Eager computed its logits at once, so what is computed later must be of the same operands. An optimizer's step is
+waited for: a weight that it is about to change is copied first. Any other change is noticed when the logits are read.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import errors
+from .algebra import Head
+
+# Reading far apart is what a sample costs: microseconds on a GPU, 50 of them on a CPU.
+_MOST_SAMPLES = {"cuda": 1 << 18, "cpu": 1 << 13}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_unread: weakref.WeakSet[Operands] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+class _Seal:
+    """What shows that a tensor was written to: its version, its address and a sample of its bits.
+
+    Writes through ``.data`` or by another library leave the version as it is. The sample has an element of every row
+    (of up to 2^18 on a GPU and 2^13 on a CPU, else of as many), and all columns in turn.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version = None if tensor.is_inference() else tensor._version
+        self.address = tensor.data_ptr()
+        self.sample = _sample(tensor).clone()
+
+    def broken(self, tensor: Tensor) -> str:
+        """How ``tensor`` was changed; empty if it was not, as far as can be seen."""
+        if tensor.untyped_storage().nbytes() == 0:
+            return "its memory was freed"
+        if tensor.data_ptr() != self.address:
+            return "its .data was replaced"
+        if self.version is not None and tensor._version != self.version:
+            return "it was changed in place"
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return ""  # nothing may wait for the device
+        return "" if torch.equal(_sample(tensor), self.sample) else "it was changed behind autograd's back"
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() == 0:
+        return torch.empty(0)
+    step = max(tensor.shape[-1] - 1 if tensor.dim() > 1 else 1, -(-extent // _MOST_SAMPLES[tensor.device.type]), 1)
+    bits = tensor.detach().as_strided((extent,), (1,)).view(_BITS[tensor.dtype.itemsize])
+    return bits[::step]
+
+
+class Operands:
+    """A head with the seals of its operands. Equal only to itself.
+
+    Attributes:
+        head: its operands as they were when the logits were due: the originals, or copies of them.
+        copied: whether they are copies, through which no gradient flows.
+    """
+
+    def __init__(self, head: Head, on_copy: Callable[[int], None]) -> None:
+        self.head = head
+        self.copied = False
+        self._on_copy = on_copy
+        self._originals = {name: getattr(head, name) for name in ("input", "weight", "bias")}
+        self._seals = {name: _Seal(t) for name, t in self._originals.items() if t is not None}
+        with _lock:
+            _unread.add(self)
+
+    def check(self) -> None:
+        """Raise ``FxfuseError`` if an operand is not what it was."""
+        for name, seal in self._seals.items():
+            how = seal.broken(self._originals[name])
+            if how:
+                raise errors.stale_logits(name, how)
+
+    def are_read(self) -> None:
+        """From now on the logits exist: no copy is needed."""
+        with _lock:
+            _unread.discard(self)
+
+    def keep(self, storages: set[int], copies: dict[int, Tensor]) -> None:
+        """Copy the weight and the bias if they lie in ``storages``, which are about to change."""
+        kept: dict[str, Any] = {}
+        for name in ("weight", "bias"):
+            tensor = self._originals[name]
+            if name not in self._seals or tensor.untyped_storage()._cdata not in storages:
+                continue
+            if self._seals[name].broken(tensor):
+                continue  # too late; reading says so
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().clone()
+                self._on_copy(copies[id(tensor)].nbytes)
+            kept[name] = copies[id(tensor)]
+            del self._seals[name]
+        if kept:
+            self.copied = True
+            self.head = replace(self.head, **kept)
+
+
+@torch._dynamo.disable
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    with _lock:
+        waiting = list(_unread)
+    if not waiting:
+        return
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    storages = {p.untyped_storage()._cdata for p in parameters if p.layout == torch.strided}
+    copies: dict[int, Tensor] = {}
+    for operands in waiting:
+        operands.keep(storages, copies)
+
+
+register_optimizer_step_pre_hook(_before_step)
