@@ -102,9 +102,14 @@ def storage(example: Tensor) -> int | None:
 
 @contextlib.contextmanager
 def fake_mode_of(example: Any) -> Iterator[None]:
-    """Run in the fake mode that an example value belongs to, so that results belong to it too."""
+    """Run in the fake mode that an example value belongs to, so that results belong to it too.
+
+    What autograd saves of them must not reach the hooks of a checkpoint around the call that is being compiled, which
+    would count it.
+    """
     mode = getattr(example, "fake_mode", None)
-    with mode if mode is not None else contextlib.nullcontext():
+    seen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with seen, mode if mode is not None else contextlib.nullcontext():
         yield
 
 

@@ -208,6 +208,8 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         if _mode.deferring or func in _ALWAYS_DEFERRED:
             return _defer(func, args, kwargs)
+        if func in _OF_SHAPES:
+            return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
         written, aliased = _touches(func, args, kwargs)
         values = _State.share if aliased else _State.read
         plain_args, plain_kwargs = tree_map_only(DeferredLogits, lambda t: values(t._deferred), (args, kwargs))
@@ -220,6 +222,13 @@ class DeferredLogits(Tensor):
 
 
 _KNOWN = {Tensor, torch.nn.Parameter, torch.nn.Buffer, DeferredLogits}
+_OF_SHAPES = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+}
 _ALWAYS_DEFERRED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 

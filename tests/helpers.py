@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import fxfuse
+from fxfuse.deferred import DeferredLogits
 from fxfuse.report.records import journal
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -158,6 +159,8 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
+            if isinstance(tensor, DeferredLogits):
+                continue  # has no memory
             if isinstance(tensor, Tensor) and tensor.numel() > self.elements:
                 self.elements, self.op = tensor.numel(), str(func)
         return out

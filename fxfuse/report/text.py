@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from .records import Report, Site, Status
+from .records import Read, Report, Site, Status
 
 WIDTH = 100  # columns; a cell breaks onto more lines before the table gets wider
 _GAP = 2  # between two columns in tabulate's "simple" format
@@ -35,7 +34,7 @@ def table(report: Report) -> str:
     """The report as a table, followed by a note for every kept head and a line of totals."""
     if not report.sites:
         return _no_heads(len(report.graphs))
-    return "\n\n".join([_grid(report.sites), *_notes(report.sites), _totals(report.sites)])
+    return "\n\n".join([_grid(report.sites), *_notes(report.sites), *_reads(report.reads), _totals(report.sites)])
 
 
 def human_bytes(count: int) -> str:
@@ -104,15 +103,45 @@ def _notes(sites: Sequence[Site]) -> list[str]:
     return [f"{note}\n    ({count} times)" if count > 1 else note for note, count in notes.items()]
 
 
+_COSTS = {
+    "read": "deferred logits were computed after all, because something read their values",
+    "copied": "a weight was copied before an optimizer changed it, because logits that nothing had read were still "
+    "there (`del` them before the step to save the memory)",
+}
+
+
+def _reads(reads: Sequence[Read]) -> Iterator[str]:
+    """For each kind of cost of deferred logits, where it arose."""
+    for kind, sentence in _COSTS.items():
+        lines = [
+            f"    {human_bytes(read.bytes // read.count)}, {_plural(read.count, 'time')}: {read.where} "
+            f"(logits of {_short(read.head)})"
+            for read in reads
+            if read.kind == kind
+        ]
+        if lines:
+            yield "\n".join([_filled(f"{kind}: {sentence}", ""), *lines])
+
+
 def _note(site: Site) -> str:
     details = []
     if site.reason:
         at = [f"at {site.reason.where}"] if site.reason.where else []
         details = [site.reason.sentence, *at, f"remedy: {site.reason.remedy}"]
-    # A path or an option is copied from here: never break inside one.
-    fill = functools.partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
     head = f"kept: {site.where}" + (f" ({site.module})" if site.module else "")
-    return "\n".join([head, *(fill(line, initial_indent=" " * 4, subsequent_indent=" " * 6) for line in details)])
+    return "\n".join([head, *(_filled(line, " " * 4) for line in details)])
+
+
+def _filled(line: str, indent: str) -> str:
+    # A path or an option is copied from here: never break inside one.
+    return textwrap.fill(
+        line,
+        width=WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _totals(sites: Sequence[Site]) -> str:
