@@ -1,4 +1,4 @@
-"""Deferred logits: whatever a tensor meets, they give what eager gives, and are built when values are read and not before."""
+"""Deferred logits: whatever a tensor meets, they give what eager gives, and are built when values are read."""
 
 from __future__ import annotations
 

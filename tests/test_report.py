@@ -370,7 +370,7 @@ def test_json_of_a_script_that_compiles_in_every_way(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     parsed = json.loads(done.stdout)
-    assert set(parsed) == {"fxfuse", "torch", "graphs"}
+    assert set(parsed) == {"fxfuse", "torch", "graphs", "reads"}
     assert parsed["torch"] == torch.__version__
     assert [graph["id"] for graph in parsed["graphs"]] == [0, 1, 2, 3]  # torch.cond's own graph is not among them
     statuses = [[site["status"] for site in graph["sites"]] for graph in parsed["graphs"]]
