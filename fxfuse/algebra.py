@@ -89,6 +89,7 @@ class ClassTensor:
         row_ops: what was done to the rows since the projection.
         shape: its shape in the program; ``shape[class_dim]`` is V.
         scale, transform: the logits are ``transform(scale * (input @ weight.T + bias))``.
+        factor: what log-probabilities are multiplied by; 1 for logits.
         dtype: its dtype in the program.
         requires_grad: False where a ``detach`` or ``no_grad`` cut it off from its operands.
         trail: the functions it went through, for the report.
@@ -102,6 +103,7 @@ class ClassTensor:
     row_ops: tuple[RowOp, ...] = ()
     scale: float = 1.0
     transform: Transform = ()
+    factor: float = 1.0
     trail: tuple[str, ...] = ()
 
     def hidden_states(self, emit: Emit) -> Handle:
@@ -137,7 +139,7 @@ class Logits(ClassTensor):
 
 
 class LogProbs(ClassTensor):
-    """``log_softmax`` of such logits along the class axis."""
+    """``log_softmax`` of such logits along the class axis, times a number."""
 
 
 C = TypeVar("C", bound=ClassTensor)

@@ -45,7 +45,7 @@ def dense(value: ClassTensor) -> Tensor:
         if value.scale != 1.0 or value.transform or isinstance(value, LogProbs):
             z = transform.apply(value.transform, z.to(acc_dtype(head.dtype)) * value.scale)
         if isinstance(value, LogProbs):
-            z = z.log_softmax(-1)
+            z = z.log_softmax(-1) * value.factor
     z = z.to(value.dtype)
     return z if last else z.movedim(-1, value.class_dim)
 

@@ -158,6 +158,19 @@ def _no_grad_contiguous(s: World) -> Any:
     return ce(same, s.y)
 
 
+def _smoothed_by_hand(s: World) -> Any:
+    """What transformers' ``LabelSmoother`` does."""
+    log_probs = -F.log_softmax(s.z[..., :-1, :].contiguous(), dim=-1)
+    labels = s.masked[..., 1:].contiguous().unsqueeze(-1)
+    ignored = labels.eq(-100)
+    nll = log_probs.gather(dim=-1, index=torch.clamp(labels, min=0))
+    smoothed = log_probs.sum(dim=-1, keepdim=True, dtype=s.x.dtype)
+    nll.masked_fill_(ignored, 0.0)
+    smoothed.masked_fill_(ignored, 0.0)
+    active = ignored.numel() - ignored.long().sum()
+    return 0.9 * nll.sum() / active + 0.1 * smoothed.sum() / (active * log_probs.shape[-1])
+
+
 def _olmo_z_loss(s: World) -> Any:
     z = s.z[..., :-1, :].contiguous().view(-1, VOCAB)
     t = s.y[:, 1:].reshape(-1)
@@ -286,6 +299,13 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "logsumexp_keepdim": lambda s: s.zb.logsumexp(dim=2, keepdim=True),
     "logsumexp_class_dim_1": lambda s: s.z.transpose(1, 2).logsumexp(1, keepdim=True),
     "logsumexp_minus_gather": lambda s: s.z.logsumexp(-1) - s.z.gather(-1, s.y[..., None])[..., 0],
+    "sum_of_logits": lambda s: (s.zb.sum(-1), s.z[:, 1:].sum((-1,), keepdim=True)),
+    "mean_of_logits": lambda s: (2 * torch.tanh(s.zb / 2)).mean(dim=-1) + torch.mean(s.z / 3, -1),
+    "sum_of_log_probs": lambda s: s.zb.log_softmax(-1).sum(-1, keepdim=True),
+    "mean_of_log_probs": lambda s: torch.mean(3 * s.z.mT.log_softmax(1), 1),
+    "scaled_log_probs": lambda s: _rows(s.z.log_softmax(-1) * 2 / -0.5, s.y),
+    "negative_log_probs_nll": lambda s: F.nll_loss(-F.log_softmax(s.z.flatten(0, 1), -1), s.masked.flatten()),
+    "label_smoothing_by_hand": _smoothed_by_hand,
     "olmo_z_loss": _olmo_z_loss,
     "scales_apart": _scales_apart,
     "loss_and_scores": lambda s: (ce(s.z, s.y), _rows(s.z.log_softmax(-1), s.y)),
@@ -529,7 +549,9 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "squared": ("unknown_reader", lambda s: ce(s.z * s.z, s.y)),
     "cross_entropy_of_log_probs": ("unknown_reader", lambda s: ce(s.z.log_softmax(-1), s.y)),
     "nll_of_logits": ("unknown_reader", lambda s: F.nll_loss(s.z.flatten(0, 1), s.y.flatten())),
-    "scaled_log_probs": ("unknown_reader", lambda s: _rows(s.z.log_softmax(-1) * 2, s.y)),
+    "shifted_log_probs": ("unknown_reader", lambda s: _rows(s.z.log_softmax(-1) + 2, s.y)),
+    "log_probs_times_zero": ("unsupported_argument", lambda s: _rows(s.z.log_softmax(-1) * 1e-200 * 1e-200, s.y)),
+    "sum_over_rows": ("class_dim", lambda s: s.z.sum(1)),
     "logits_as_argument": ("unknown_reader", _logits_as_argument),
     "rounded_division": ("unsupported_argument", lambda s: ce(torch.div(s.z, 2, rounding_mode="floor"), s.y)),
     "scaled_by_zero": ("unsupported_argument", lambda s: ce(s.z * 0.0, s.y)),

@@ -12,7 +12,7 @@ from ..algebra import Emit, Handle, Index, Logits, LogProbs, Reader, Statistics,
 from ..compat import same
 from . import Call, rule
 from .casts import converted
-from .statistics import along_classes
+from .statistics import along_classes, times
 
 # The index [N, K] and what is picked are small beside [N, V] only while K is small beside V.
 MAX_COLUMNS = 64
@@ -65,7 +65,7 @@ def _picked(call: Call, input: Any, dim: Any, index: Any) -> Reader:
         return emit(ops.check_index, flat, input.head.vocab, None)
 
     def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
-        picked = stats.log_prob if normalised else stats.picked
+        picked = times(emit, stats.log_prob, input.factor) if normalised else stats.picked
         shaped = emit(torch.Tensor.reshape_as, picked, rows_first(emit))
         return shaped if last else emit(torch.movedim, shaped, -1, axis)
 

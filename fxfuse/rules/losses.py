@@ -76,7 +76,8 @@ def _class_index_loss(
     if reduction not in ("none", "mean", "sum"):
         call.keep("unsupported_argument", f"{call.name} has reduction={reduction!r}")
 
-    formula = _ClassIndexLoss(input.head.vocab, weight, float(label_smoothing), reduction, acc_dtype(input.head.dtype))
+    acc = acc_dtype(input.head.dtype)
+    formula = _ClassIndexLoss(input.head.vocab, weight, float(label_smoothing), reduction, input.factor, acc)
 
     def make(emit: Emit) -> Handle:
         # The class axis is axis 1 of the logits and absent from the target: rows flatten in the same order.
@@ -110,13 +111,15 @@ class _ClassIndexLoss:
     n = sum_i u_i for ``mean``, else 1, the definition in PyTorch's documentation is
 
         loss = 1/n sum_i ( -(1 - epsilon) u_i log_prob_i + epsilon/V m_i (lse_i sum_j weight_j - sum_j weight_j z_ij) )
+
+    ``factor`` multiplies the log-probabilities, where there is no label smoothing.
     """
 
     def __init__(
-        self, vocab: int, weight: Handle | None, label_smoothing: float, reduction: str, acc: torch.dtype
+        self, vocab: int, weight: Handle | None, label_smoothing: float, reduction: str, factor: float, acc: torch.dtype
     ) -> None:
         self.vocab, self.weight, self.label_smoothing = vocab, weight, label_smoothing
-        self.reduction, self.acc = reduction, acc
+        self.reduction, self.factor, self.acc = reduction, factor, acc
 
     def coefficients(self, emit: Emit, index: Handle) -> Coefficients:
         row = emit(torch.squeeze, index, 1)
@@ -135,7 +138,7 @@ class _ClassIndexLoss:
             # Ignored rows stay exactly zero, also where the count is zero.
             mask, share = (self._shared(emit, mask, c, count) for c in (mask, share))
         epsilon = self.label_smoothing
-        log_prob = emit(torch.unsqueeze, emit(torch.mul, share, epsilon - 1.0), 1)
+        log_prob = emit(torch.unsqueeze, emit(torch.mul, share, (epsilon - 1.0) * self.factor), 1)
         if epsilon == 0:
             return Coefficients(None, log_prob, None, offset)
         smooth = emit(torch.mul, mask, epsilon / self.vocab)

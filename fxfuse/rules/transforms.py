@@ -1,4 +1,4 @@
-"""Arithmetic on logits that leaves them logits."""
+"""Arithmetic on logits that leaves them logits, and on log-probabilities that scales them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..algebra import ClassTensor, Logits, derive
+from ..algebra import ClassTensor, Logits, LogProbs, derive
 from ..transform import Step, then
 from . import Call, rule
 
@@ -24,10 +24,12 @@ def _then(call: Call, input: Any, step: Step) -> ClassTensor:
 
 
 def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
-    if not isinstance(input, Logits):
-        call.keep("unknown_reader")
     if not math.isfinite(factor) or factor == 0.0:
         call.keep("unsupported_argument", f"{call.name} scales the logits by {factor}")
+    if isinstance(input, LogProbs):
+        if not math.isfinite(input.factor * factor) or input.factor * factor == 0.0:
+            call.keep("unsupported_argument", f"{call.name} scales log-probabilities by {input.factor * factor}")
+        return derive(input, call.name, factor=input.factor * factor)
     if input.transform:
         return _then(call, input, Step("mul", factor))
     scale = input.scale * factor

@@ -1,0 +1,324 @@
+"""Programs that others wrote, unmodified but for the backend: transformers, Trainer, accelerate, Lightning, DDP."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import LargestTensor, dense_reads, new_sites
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fxfuse.deferred import DeferredLogits
+
+transformers = pytest.importorskip("transformers")
+
+OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
+VOCAB = 999
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+
+
+def make(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if name == "llama":
+        config: Any = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
+        return transformers.LlamaForCausalLM(config)
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            **{"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 32},
+            **{"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 1, "eos_token_id": 2},
+        )
+        return transformers.GPT2LMHeadModel(config)
+    if name == "bert":
+        config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+        return transformers.BertForMaskedLM(config)
+    config = transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=12, bos_token_id=1, eos_token_id=2)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def examples(count: int = 8, length: int = 12) -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(3, VOCAB, (length,), generator=g)
+        labels = ids.clone()
+        labels[:3] = -100  # a prompt
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def batch() -> dict[str, Tensor]:
+    return {key: torch.stack([example[key] for example in examples(2)]) for key in ("input_ids", "labels")}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+# --- transformers' models -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma2"])
+def test_a_model_as_it_is(name: str, precision: str, return_dict: bool, device: str) -> None:
+    model = make(name).to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    inputs = {key: value.to(device) for key, value in batch().items()}
+
+    def step(m: torch.nn.Module, autocast: bool) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            out = m(**inputs, return_dict=return_dict)
+        loss, logits = (out.loss, out.logits) if return_dict else (out[0], out[1])
+        loss.backward()
+        return loss, logits
+
+    step(torch.compile(model, backend="fxfuse", options=OPTIONS), precision == "autocast")
+    model.zero_grad()
+    spy = LargestTensor()
+    with new_sites() as sites, dense_reads() as reads:
+        compiled_model = torch.compile(model, backend="fxfuse", options=OPTIONS)
+        loss, logits = step(compiled_model, precision == "autocast")
+    assert not reads
+    assert all(site.status in ("deferred", "fused") for site in sites)
+    theirs, expected = step(eager, precision == "autocast")
+    best, truth = step(exact, False)
+    assert (loss.dtype, logits.dtype, logits.shape) == (theirs.dtype, expected.dtype, expected.shape)
+    assert isinstance(logits, DeferredLogits) and logits.requires_grad and not logits.is_leaf
+    tolerance = {"fp32": 1e-5, "bf16": 3e-2, "autocast": 3e-2}[precision]
+    torch.testing.assert_close(loss.double(), best.double(), rtol=tolerance, atol=tolerance)
+    for mine, other, right in zip(model.parameters(), eager.parameters(), exact.parameters(), strict=True):
+        if right.grad is None or float(right.grad.norm()) < 1e-6:  # a key's bias: zero but for rounding
+            continue
+        errors = [float((g.double() - right.grad).norm() / right.grad.norm()) for g in (mine.grad, other.grad)]
+        assert errors[0] <= max(1.5 * errors[1], tolerance / 3), errors
+    # In the backward too nothing is as large as the logits, but the gradient of the tied weight.
+    with spy:
+        loss, _ = step(eager, precision == "autocast")
+    assert spy.elements >= logits.numel()
+    errors = [float((z.double() - truth).norm() / truth.norm()) for z in (logits * 1.0, expected)]
+    assert errors[0] <= 1.5 * errors[1] + 1e-6
+
+
+def test_generation() -> None:
+    model = make("llama").eval()
+    ids = batch()["input_ids"]
+    arguments: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **arguments)
+    sampled = {**arguments, "do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "temperature": 0.8}
+    torch.manual_seed(0)
+    other = model.generate(ids, **sampled)
+    model.compile(backend="fxfuse", options=OPTIONS, dynamic=True)
+    torch.testing.assert_close(model.generate(ids, **arguments), expected)
+    torch.manual_seed(0)
+    torch.testing.assert_close(model.generate(ids, **sampled), other)
+
+
+# --- Trainer --------------------------------------------------------------------------------------------------
+
+
+def trained(tmp_path: Path, compile: bool, **options: Any) -> tuple[torch.nn.Module, list[str], dict[str, Any]]:
+    pytest.importorskip("accelerate")
+    model = make("llama")
+    if compile:
+        model.compile(backend="fxfuse", options=OPTIONS)
+    arguments = transformers.TrainingArguments(
+        **{"output_dir": str(tmp_path / str(compile)), "per_device_train_batch_size": 2, "num_train_epochs": 1},
+        **{"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "report_to": [], "save_strategy": "no"},
+        **{"use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "seed": 3, **options},
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=examples(), eval_dataset=examples(4))
+    with dense_reads() as reads:
+        trainer.train()
+    return model, reads, trainer.evaluate() | {"predictions": trainer.predict(examples(4)).predictions}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing_factor": 0.1}, {"prediction_loss_only": True}, {"bf16": True}],
+    ids=["plain", "label_smoothing", "loss_only", "bf16"],
+)
+def test_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
+    ours, reads, metrics = trained(tmp_path, True, **options)
+    assert not reads, "nothing reads the logits in a training step"
+    eager, _, expected = trained(tmp_path, False, **options)
+    tolerance = 3e-2 if "bf16" in options else 1e-4
+    assert_trained_alike(ours, eager, 4 * tolerance)
+    assert metrics["eval_loss"] == pytest.approx(expected["eval_loss"], rel=tolerance)
+    if "prediction_loss_only" not in options:
+        torch.testing.assert_close(
+            torch.tensor(metrics["predictions"]),
+            torch.tensor(expected["predictions"]),
+            rtol=tolerance,
+            atol=2 * tolerance,
+        )
+
+
+def assert_trained_alike(ours: torch.nn.Module, eager: torch.nn.Module, tolerance: float) -> None:
+    """Parameters agree as a whole: AdamW makes steps of one size of the rounding errors of gradients near zero."""
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert float((mine - theirs).norm()) <= tolerance * max(float(theirs.norm()), 1.0)
+
+
+# --- accelerate and Lightning ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(precision: str) -> None:
+    """Its bf16 wraps the model's forward and makes every output float32."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def run(compile: bool) -> tuple[torch.nn.Module, list[float], list[str]]:
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
+        model = make("llama")
+        if compile:
+            model.compile(backend="fxfuse", options=OPTIONS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        data = DataLoader(examples(), batch_size=2)  # type: ignore[arg-type]
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        losses = []
+        with dense_reads() as reads:
+            for inputs in data:
+                out = model(**inputs)
+                assert out.logits.dtype == torch.float32
+                assert isinstance(out.logits, DeferredLogits) == compile
+                outside = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+                accelerator.backward(out.loss + outside)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(out.loss))
+        return model, losses, reads
+
+    ours, losses, reads = run(True)
+    eager, expected, _ = run(False)
+    assert not reads
+    tolerance = 1e-4 if precision == "no" else 3e-2
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert_trained_alike(ours, eager, 4 * tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False], ids=["loss_inside", "loss_outside"])
+def test_lightning(inside: bool, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self, compile: bool) -> None:
+            super().__init__()
+            self.model = make("llama")
+            if compile:
+                self.model.compile(backend="fxfuse", options=OPTIONS)
+
+        def training_step(self, inputs: dict[str, Tensor], index: int) -> Tensor:
+            if inside:
+                return self.model(**inputs).loss
+            logits = self.model(input_ids=inputs["input_ids"]).logits
+            return F.cross_entropy(logits[:, :-1].float().mT, inputs["labels"][:, 1:])
+
+        def validation_step(self, inputs: dict[str, Tensor], index: int) -> None:
+            logits = self.model(input_ids=inputs["input_ids"]).logits
+            self.log("accuracy", (logits[:, :-1].argmax(-1) == inputs["labels"][:, 1:]).float().mean())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def run(compile: bool) -> tuple[torch.nn.Module, list[str], Any]:
+        torch.manual_seed(0)
+        module = Module(compile)
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False, **quiet
+        )
+        data = DataLoader(examples(), batch_size=2)  # type: ignore[arg-type]
+        with dense_reads() as reads:
+            trainer.fit(module, data)
+        return module, reads, trainer.validate(module, data, verbose=False)
+
+    ours, reads, metrics = run(True)
+    eager, _, expected = run(False)
+    assert not reads
+    assert metrics == expected
+    assert_trained_alike(ours, eager, 1e-4)
+
+
+# --- two processes --------------------------------------------------------------------------------------------
+
+_TWO_PROCESSES = """
+import os, sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from torch.nn.parallel import DistributedDataParallel as DDP
+from helpers import dense_reads
+from test_trainers import OPTIONS, batch, make
+import torch.nn.functional as F
+
+def step(rank, how):
+    torch._dynamo.reset()
+    options = {{"find_unused_parameters": True}} if how == "unused" else {{}}
+    if how == "buckets":  # Dynamo splits the graph at every bucket
+        options["bucket_cap_mb"] = 0.05
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 1000
+    models = [make("llama"), make("llama")]
+    eager = DDP(models[1], **options)
+    if how == "inside":
+        ours = DDP(torch.compile(models[0], backend="fxfuse", options=OPTIONS), **options)
+    else:
+        ours = torch.compile(DDP(models[0], **options), backend="fxfuse", options=OPTIONS)
+    inputs = {{k: v.roll(rank, -1) for k, v in batch().items()}}
+    with dense_reads() as reads:
+        for m in (ours, eager):
+            out = m(**inputs)
+            outside = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+            (out.loss + outside).backward()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    if how in ("inside", "outside"):
+        assert not reads, reads
+    # Collectives read and write them.
+    expected = [eager(**{{k: v.roll(r, -1) for k, v in batch().items()}}).logits.detach() for r in range(2)]
+    gathered = [torch.empty(out.logits.shape) for _ in range(2)]
+    dist.all_gather(gathered, ours(**inputs).logits.detach())
+    torch.testing.assert_close(gathered, expected)
+    total = ours(**inputs).logits.detach()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total * 1.0, expected[0] + expected[1])
+
+def main(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore({store!r}, 2))
+    for how in ("inside", "outside", "unused", "buckets"):
+        step(rank, how)
+        print("done", rank, how, flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo may hang when its threads and the interpreter end together, with eager models too
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(_TWO_PROCESSES.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store")))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 8
