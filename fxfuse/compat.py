@@ -56,6 +56,11 @@ def is_whole_graph(gm: Any) -> bool:
     return hasattr(gm, "compile_subgraph_reason")
 
 
+def forbid_data_access(wrapper: Tensor) -> None:
+    """Make C++ raise where it would read the memory of a wrapper, which has none, at address zero."""
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+
+
 def schemas(target: Any) -> list[Any] | None:
     """The schemas of an operator, or None for anything else."""
     if isinstance(target, torch._ops.OpOverloadPacket):

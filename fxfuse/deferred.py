@@ -5,163 +5,42 @@ different underneath:
 
 - ``__torch_function__`` looks a function up in the rule table. What a rule makes of logits is deferred again; what it
   reads of them is computed by a fused op from the operands, and its gradients go to the operands directly.
-- ``__torch_dispatch__``, where everything else ends up, puts the values in. They are built once and kept.
-
-Tensors that share memory in eager do so here: as soon as something could see the difference (a view that has no
-rule, a write, a NumPy array), the values of all of them are views of one.
+- ``__torch_dispatch__``, where everything else ends up, puts the values in (``lazy``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
 from .algebra import ClassTensor, Logits, Reader
 from .eager import EMIT, dense, pull_back
+from .lazy import Origin, State
 from .operands import Operands
 from .passes import compute
 from .report.records import Site, journal
 from .report.source import caller
-from .rules import TABLE, Call, Keep, cut_off
-
-
-@dataclass(eq=False)
-class Origin:
-    """What all tensors share that come from one output of one call.
-
-    Attributes:
-        site: the head, for the report.
-        operands: of the projection.
-        memory: the option ``fxfuse.memory``.
-        hooked: a hook waits for the gradient of one of them, so that all gradients must pass through it.
-        bypassed: a fused op has read one of them, and its gradients do not pass through any.
-    """
-
-    site: Site
-    operands: Operands
-    memory: int
-    hooked: bool = False
-    bypassed: bool = False
-
-
-@dataclass(eq=False)
-class _Memory:
-    """What tensors share that have one memory in eager: the one that owns it, and whether theirs must be one too."""
-
-    owner: _State
-    one: bool = False
-
-
-@dataclass(eq=False)
-class _State:
-    """What a ``DeferredLogits`` knows besides what every tensor does.
-
-    Attributes:
-        meta: a tensor without data of the same shape, strides and dtype.
-        thunk: the operator, and its arguments, that makes it of others (states in their place); None for an output.
-        is_view: whether that operator returns a view.
-        described: what it is, where rules can tell.
-        values: all of it, once they were needed.
-        node, requires_grad: what autograd knew of it when it was described.
-    """
-
-    origin: Origin
-    meta: Tensor
-    thunk: tuple[Any, ...] | None = None
-    is_view: bool = False
-    described: ClassTensor | None = None
-    values: Tensor | None = None
-    node: Any = None
-    requires_grad: bool = False
-    memory: _Memory = field(init=False)
-
-    def __post_init__(self) -> None:
-        parent = next(self.parents(), None) if self.is_view else None
-        self.memory = _Memory(self) if parent is None else parent.memory
-
-    def parents(self) -> Iterator[_State]:
-        return (part for part in tree_iter(self.thunk) if isinstance(part, _State))
-
-    def read(self) -> Tensor:
-        """The values, perhaps in memory of their own."""
-        if self.memory.one:
-            return self._viewed()
-        if self.values is None:
-            self.values = self._build()
-            if self.thunk is None:
-                self.origin.operands.are_read()
-            elif not self.is_view:
-                self.thunk = ()  # done, and what it was made of may go
-        return self.values
-
-    def share(self) -> Tensor:
-        """The values in the memory that every view of it has."""
-        if not self.memory.one:
-            self.memory.owner.read()
-            self.memory.one = True
-        return self._viewed()
-
-    def _viewed(self) -> Tensor:
-        if self is self.memory.owner:
-            assert self.values is not None
-            return self.values
-        assert self.thunk is not None
-        function, args, kwargs = tree_map_only(_State, _State._viewed, self.thunk)
-        return function(*args, **kwargs)
-
-    def is_built(self) -> bool:
-        """Whether the values can be had without a product."""
-        if self.values is not None or self.memory.one:
-            return True
-        return self.thunk is not None and all(p.is_built() and not p.memory.one for p in self.parents())
-
-    def _build(self) -> Tensor:
-        whole = all(parent.meta.numel() == self.meta.numel() for parent in self.parents())
-        if self.described is not None and not self.is_built() and not (self._parents_wait() and whole):
-            return self._project()
-        if not self._parents_wait():
-            raise AssertionError("an intermediate of deferred logits is read after they were written to")
-        # As eager does it. A part of the rows alone is projected alone.
-        function, args, kwargs = tree_map_only(_State, _State.read, self.thunk)
-        return function(*args, **kwargs)
-
-    def _parents_wait(self) -> bool:
-        """Whether what it is made of is still what it was."""
-        return self.thunk is not None and not any(parent.memory.one for parent in self.parents())
-
-    def _project(self) -> Tensor:
-        assert self.described is not None
-        operands = self.origin.operands
-        operands.check()
-        with torch.no_grad():
-            values = dense(replace(self.described, head=operands.head))
-        journal.note("read", self.origin.site, caller(), values.nbytes)
-        return _laid_out(values, self.meta)
-
-
-def _laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` with their axes in memory in the order of those of ``like``."""
-    order = sorted(range(like.dim()), key=lambda axis: (-like.stride()[axis], axis))
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return values.permute(order).contiguous().permute(inverse)
-
-
-# --- the tensor -----------------------------------------------------------------------------------------------
+from .rules import TABLE, Call, Keep, Rule, cut_off
 
 
 class _Mode(threading.local):
-    """``deferring``: operators are not run. ``wrote``: one of them writes to what an earlier one returned."""
+    """``deferring``: operators on deferred tensors are not run, and what they return is deferred.
+
+    ``shapes``: moreover, nothing that they return will be read, so that they may write to it.
+    """
 
     deferring = False
-    wrote = False
+    shapes = False
 
 
 _mode = _Mode()
@@ -170,15 +49,18 @@ _mode = _Mode()
 class DeferredLogits(Tensor):
     """Logits that are computed when they are read. Made by the backend; see the module."""
 
-    _deferred: _State
+    _deferred: State
+    # The node and requires_grad that the description was made for. In the state they would be a cycle through C++.
+    _known_to_autograd: tuple[Any, bool]
 
     @staticmethod
-    def __new__(cls, state: _State, device: torch.device) -> DeferredLogits:
+    def __new__(cls, state: State, device: torch.device) -> DeferredLogits:
         meta = state.meta
         made = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
             device=device,
         )  # fmt: skip
+        compat.forbid_data_access(made)
         made._deferred = state
         return made
 
@@ -187,18 +69,17 @@ class DeferredLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _KNOWN.issuperset(types):
-            args, kwargs = tree_map_only(DeferredLogits, _plain, (args, kwargs))
-            return func(*args, **kwargs)
+            return _beside_another_subclass(func, args, kwargs)
         if func in _DATA:
-            args, kwargs = tree_map_only(DeferredLogits, _DATA[func], (args, kwargs))
-        elif func in _NEEDS_PATH:
-            _needs_path(func, args, kwargs)
+            args = (_DATA[func](args[0]), *args[1:])
+        elif func in _REFUSED:
+            raise errors.deferred_cannot(_REFUSED[func])
+        elif func in _OF_GRADIENTS:
+            _gradient_is_wanted(func, args, kwargs)
         elif (found := _look_up(func, args)) is not None:
-            entry, function, args = found
-            result = _apply(entry, function, func, args, kwargs)
+            result = _apply(*found, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-            args = (args[0],) if function is getattr else args
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -210,11 +91,13 @@ class DeferredLogits(Tensor):
             return _defer(func, args, kwargs)
         if func in _OF_SHAPES:
             return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
+        if torch.Tag.inplace_view in func.tags:
+            raise errors.deferred_cannot(func._schema.name.partition("::")[2])
         written, aliased = _touches(func, args, kwargs)
-        values = _State.share if aliased else _State.read
+        values = State.share if aliased else State.read
         plain_args, plain_kwargs = tree_map_only(DeferredLogits, lambda t: values(t._deferred), (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
-        return written if written is not None and isinstance(out, Tensor) else out
+        return written if isinstance(written, DeferredLogits) and isinstance(out, Tensor) else out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -222,54 +105,55 @@ class DeferredLogits(Tensor):
 
 
 _KNOWN = {Tensor, torch.nn.Parameter, torch.nn.Buffer, DeferredLogits}
+_aten = torch.ops.aten
+_ALWAYS_DEFERRED = {_aten.detach.default, _aten.alias.default}
 _OF_SHAPES = {
-    getattr(torch.ops.aten, name).default
+    getattr(_aten, name).default
     for name in (
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 }
-_ALWAYS_DEFERRED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-def _touches(func: Any, args: Any, kwargs: Any) -> tuple[DeferredLogits | None, bool]:
-    """The deferred tensor that an operator writes to, if any; and whether it writes to or returns a view of one."""
+def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
+    """A tensor that an operator writes to, if any; and whether it writes to or returns a view of a deferred one."""
     written, aliased = None, False
     for i, argument in enumerate(func._schema.arguments):
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
         if argument.alias_info is None:
             continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
         for one in given if isinstance(given, (tuple, list)) else (given,):
-            if isinstance(one, DeferredLogits):
-                aliased = True
+            if isinstance(one, Tensor):
+                aliased |= isinstance(one, DeferredLogits)
                 if argument.alias_info.is_write:
                     written = one
     return written, aliased
 
 
+class _NotDeferred(Exception):
+    """An operator that cannot wait."""
+
+
 def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     """What ``func`` returns, computed when it is read."""
-    written, _ = _touches(func, args, kwargs)
-    if written is not None:
-        if written._deferred.described is not None:
-            raise _NotDeferred
-        _mode.wrote = True
-        return written
     first = next(t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits))
-    if kwargs.get("device") not in (None, first.device):
+    written, _ = _touches(func, args, kwargs)
+    if _mode.shapes and isinstance(written, DeferredLogits) and written._deferred.described is None:
+        return written
+    if written is not None or kwargs.get("device") not in (None, first.device):
         raise _NotDeferred
-    out = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+    try:
+        out = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+    except Exception as error:
+        raise _NotDeferred from error  # a shape that depends on values, or a wrong call, as eager shall say
     is_view = any(result.alias_info is not None for result in func._schema.returns)
     thunk = tree_map(lambda t: t._deferred if isinstance(t, DeferredLogits) else t, (func, args, kwargs))
 
     def wrap(meta: Tensor) -> DeferredLogits:
-        return DeferredLogits(_State(first._deferred.origin, meta, thunk, is_view), first.device)
+        return DeferredLogits(State(first._deferred.origin, meta, thunk, is_view), first.device)
 
     return tree_map_only(Tensor, wrap, out)
-
-
-class _NotDeferred(Exception):
-    """An operator that cannot wait."""
 
 
 def _meta(value: Any) -> Any:
@@ -278,6 +162,17 @@ def _meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
+
+
+@contextlib.contextmanager
+def _deferring(shapes: bool) -> Iterator[None]:
+    before = _mode.deferring, _mode.shapes
+    _mode.deferring, _mode.shapes = True, shapes
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            yield
+    finally:
+        _mode.deferring, _mode.shapes = before
 
 
 # --- functions that need more than values ---------------------------------------------------------------------
@@ -296,101 +191,119 @@ class _Plain(torch.autograd.Function):
 
 
 def _plain(deferred: DeferredLogits) -> Tensor:
-    """An ordinary tensor in the same memory, through which gradients flow to ``deferred``."""
+    """An ordinary tensor in the same memory; a leaf if ``deferred`` is one."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _Plain.apply(deferred, deferred._deferred.share())
+        values = deferred._deferred.share()
+        if deferred.is_leaf:
+            return values.detach().requires_grad_(deferred.requires_grad)
+        return _Plain.apply(deferred, values)
 
 
-def _copied(deferred: DeferredLogits) -> Tensor:
-    """Like ``_plain``, for what only looks at the values."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _Plain.apply(deferred, deferred._deferred.read())
+def _looked_at(deferred: DeferredLogits) -> Tensor:
+    return deferred._deferred.read().detach()
 
 
 _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
-    **{getattr(Tensor, name): _copied for name in ("tolist", "__format__", "__reduce_ex__", "__deepcopy__")},
+    **{getattr(Tensor, name): _looked_at for name in ("tolist", "__format__")},
     **{
         getattr(Tensor, name): _plain
         for name in (
             *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
-            *("__dlpack_device__", "share_memory_", "is_shared", "pin_memory"),
+            *("__dlpack_device__", "share_memory_", "is_shared", "pin_memory", "__reduce_ex__", "__deepcopy__"),
         )
     },
     **{getattr(Tensor, name).__get__: _plain for name in ("data", "__cuda_array_interface__")},
 }
-
-_NEEDS_PATH = (
+_REFUSED = {
+    Tensor.data.__set__: "the assignment to .data",  # type: ignore[attr-defined]
+    Tensor.set_: "set_",
+    Tensor.resize_: "resize_",
+}
+_GRAD_FN = getattr(Tensor, "grad_fn").__get__  # noqa: B009 (to mypy it is a node)
+_OF_GRADIENTS = {
     *(Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook),
-    *(torch.autograd.grad, torch.autograd.backward),
-)
+    *(torch.autograd.grad, torch.autograd.backward, _GRAD_FN),
+}
 
 
-def _needs_path(func: Any, args: Any, kwargs: Any) -> None:
-    """Before a function that wants the gradient of deferred logits themselves: refuse if some have gone past them."""
+def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
+    """From now on gradients pass through the tensor that ``func`` is about; refuse if some have gone past it."""
+    wanted = args[:1]
     if func in (torch.autograd.grad, torch.autograd.backward):
         wanted = kwargs.get("inputs", args[1] if func is torch.autograd.grad and len(args) > 1 else ())
-    else:
-        wanted = args[:1]
     for tensor in tree_iter(wanted):
-        if isinstance(tensor, DeferredLogits):
+        # Nothing but what reads a leaf itself has a gradient for it.
+        if isinstance(tensor, DeferredLogits) and not _is_leaf(tensor):
             origin = tensor._deferred.origin
-            if origin.bypassed:
+            if origin.bypassed and func != _GRAD_FN:
                 raise errors.gradient_went_past(func.__name__)
             origin.hooked = True
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.is_leaf
+
+
+def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` of deferred logits and tensors of a subclass that fxfuse does not know, whose turn is next."""
+    name = getattr(func, "__name__", "")
+    if name.endswith("_") or name.startswith("__i") or "out" in kwargs:
+        return NotImplemented  # a write to an ordinary tensor in their place would not be seen by autograd
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tree_map_only(DeferredLogits, lambda t: _Plain.apply(t, t._deferred.share()), (args, kwargs))
+    return func(*plain[0], **plain[1])
 
 
 # --- rules ----------------------------------------------------------------------------------------------------
 
 
-def _look_up(func: Any, args: Any) -> tuple[Any, Any, Any] | None:
-    """The rule of ``func``, the function that it is the rule of, and the arguments of that."""
-    name = _ATTRIBUTES.get(func)
-    if name is not None:
-        func, args = getattr, (args[0], name)
+def _look_up(func: Any, args: Any) -> tuple[Rule, str, Any] | None:
+    """The rule of ``func``, its name, and the arguments as the rule wants them."""
+    attribute = _ATTRIBUTES.get(func)
+    if attribute is not None:
+        return TABLE[getattr], attribute, (args[0], attribute)
     entry = TABLE.get(func)
-    return None if entry is None else (entry, func, args)
+    return None if entry is None else (entry, func.__name__, args)
 
 
 _ATTRIBUTES = {getattr(Tensor, name).__get__: name for name in ("T", "mT")}
 
 
-def _apply(entry: Any, function: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """What the rule makes of the call, or NotImplemented."""
+def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """What the rule makes of the call, or NotImplemented where values are needed."""
     deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits)]
-    if not all(_is_described(t) for t in deferred):
+    if not all(map(_is_described, deferred)):
         return NotImplemented
-    first, origin = deferred[0], deferred[0]._deferred.origin
-    call_args = args[:1] if function is getattr else args
     try:
-        out, wrote = _deferring(func, call_args, kwargs)
-        call = Call(function.__name__, out, EMIT.example)
-        outcome = cut_off(call, entry(call, *tree_map_only(DeferredLogits, _description, (args, kwargs))))
-        if isinstance(outcome, Reader):
-            return _read(origin, call, outcome)
+        if entry.derives:
+            with _deferring(shapes=False):
+                out = func(*args, **kwargs)
+        else:
+            out = _shape_of(func, args, kwargs)
+        call = Call(name, out, EMIT.example)
+        with torch._C.DisableTorchFunctionSubclass():
+            outcome = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
+            if isinstance(outcome, ClassTensor):
+                if out is not deferred[0]:
+                    _describe(out, cut_off(call, outcome))
+                return out
+        _check(deferred, call, outcome)
     except (Keep, _NotDeferred):
         return NotImplemented
-    except errors.StaleLogitsError:
-        if all(t._deferred.is_built() for t in deferred):
-            return NotImplemented
-        raise
-    except Exception:
-        return NotImplemented  # a wrong call, of which eager shall say what is wrong
-    if wrote:
-        return NotImplemented
-    if out is not first:
-        _describe(out, outcome)
-    return out
+    return _read(deferred[0]._deferred.origin, call, outcome)
 
 
-def _deferring(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """What ``func`` returns, deferred; and whether that cannot be read, because it was written to on the way."""
-    before = _mode.deferring, _mode.wrote
-    _mode.deferring, _mode.wrote = True, False
+def _shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Something of the shape and dtype of what a reader returns, which autograd and those who watch it do not see."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs), _mode.wrote
-    finally:
-        _mode.deferring, _mode.wrote = before
+        with _deferring(shapes=True), torch.no_grad():
+            out = func(*args, **kwargs)
+    except _NotDeferred:
+        raise
+    except Exception as error:
+        raise _NotDeferred from error  # a wrong call, of which eager shall say what is wrong
+    return out
 
 
 def _is_described(tensor: DeferredLogits) -> bool:
@@ -401,7 +314,8 @@ def _is_described(tensor: DeferredLogits) -> bool:
     if compat.forward_ad_active() or compat.transform_active():
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        same = tensor.requires_grad == state.requires_grad and tensor.grad_fn is state.node
+        node, requires_grad = tensor._known_to_autograd
+        same = tensor.requires_grad == requires_grad and tensor.grad_fn is node
         return same and (tensor.is_inference() or tensor._version == 0)
 
 
@@ -412,22 +326,37 @@ def _description(tensor: DeferredLogits) -> ClassTensor:
 
 
 def _describe(tensor: DeferredLogits, described: ClassTensor) -> None:
-    state = tensor._deferred
     with torch._C.DisableTorchFunctionSubclass():
-        state.described, state.node, state.requires_grad = described, tensor.grad_fn, tensor.requires_grad
+        tensor._known_to_autograd = tensor.grad_fn, tensor.requires_grad
+    tensor._deferred.described = described
+
+
+def _check(deferred: list[DeferredLogits], call: Call, reader: Reader) -> None:
+    """Refuse where a reader cannot be computed from the operands."""
+    operands = deferred[0]._deferred.origin.operands
+    with torch._C.DisableTorchFunctionSubclass():
+        claims = any(t.requires_grad for t in deferred)
+    if claims and torch.is_grad_enabled() and not reader.source.requires_grad:
+        call.keep("unknown_reader")  # a view that was made under no_grad; see ``cut_off``
+    for operand in reader.operands:
+        if not compat.is_plain(operand) or operand.device != operands.head.input.device:
+            call.keep("subclass")
+    if operands.copied and reader.source.requires_grad and torch.is_grad_enabled():
+        call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
+    try:
+        operands.check()
+    except errors.StaleLogitsError:
+        if all(t._deferred.is_built() for t in deferred):
+            call.keep("operand_mutated", "something")
+        raise
 
 
 def _read(origin: Origin, call: Call, reader: Reader) -> Tensor:
     """What ``reader`` returns, by a fused op."""
-    head = reader.source.head
-    for operand in reader.operands:
-        if not compat.is_plain(operand) or operand.device != head.input.device:
-            call.keep("subclass")
-    if reader.source.requires_grad and origin.operands.copied:
-        call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
-    origin.operands.check()
-    origin.bypassed |= reader.source.requires_grad
-    _, (result,) = compute(EMIT, head, (reader,), in_checkpoint=False, memory=origin.memory)
+    grad = reader.source.requires_grad and torch.is_grad_enabled()
+    reader = replace(reader, source=replace(reader.source, requires_grad=grad))
+    _, (result,) = compute(EMIT, reader.source.head, (reader,), in_checkpoint=False, memory=origin.memory)
+    origin.bypassed |= grad
     # In memory of its own: the backward may need what it was made of.
     return result.to(call.out.dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -442,11 +371,18 @@ class _Projection(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, value: Logits, origin: Origin
     ) -> DeferredLogits:
-        ctx.save_for_backward(input, weight, bias)
+        # What eager's linear keeps: either operand for the other's gradient. A transform's slope needs the logits.
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        needs_all = bool(value.transform)
+        ctx.save_for_backward(
+            input if needs_weight or needs_all else None,
+            weight if needs_input or needs_all else None,
+            bias if needs_all else None,
+        )
         ctx.value = replace(value, head=replace(value.head, input=None, weight=None, bias=None))
         ctx.set_materialize_grads(False)
         meta = torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
-        return DeferredLogits(_State(origin, meta), input.device)
+        return DeferredLogits(State(origin, meta), input.device)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
@@ -454,8 +390,7 @@ class _Projection(torch.autograd.Function):
             return (None,) * 5
         input, weight, bias = ctx.saved_tensors
         head = replace(ctx.value.head, input=input, weight=weight, bias=bias)
-        grads = pull_back(replace(ctx.value, head=head), g)
-        return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None, None
+        return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), None, None
 
 
 def defer(value: Logits, site: Site, least: int, memory: int) -> Tensor:
@@ -474,5 +409,6 @@ def defer(value: Logits, site: Site, least: int, memory: int) -> Tensor:
             return dense(value)
         origin = Origin(site, Operands(head, lambda size: journal.note("copied", site, caller(), size)), memory)
         made = _Projection.apply(head.input, head.weight, head.bias, value, origin)
-    _describe(made, replace(value, requires_grad=made.requires_grad))
+    with torch._C.DisableTorchFunctionSubclass():
+        _describe(made, replace(value, requires_grad=made.requires_grad))
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,30 +50,43 @@ def dense(value: ClassTensor) -> Tensor:
     return z if last else z.movedim(-1, value.class_dim)
 
 
-def pull_back(value: ClassTensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def pull_back(value: ClassTensor, g: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
     """The gradients of the operands of logits whose rows are still those of the projection, given the logits' own.
 
     Args:
-        value: logits without row operations, the class axis last.
+        value: logits without row operations, the class axis last. Without a transform, an operand that no other's
+            gradient needs may be missing from its head.
         g: the gradient of all of them, in their shape.
+        needs: for which of ``head.input``, ``head.weight`` and ``head.bias`` to compute it.
 
     Returns:
-        Gradients of ``head.input``, ``head.weight`` and ``head.bias``, in their shapes and dtypes.
+        These gradients in the dtype of the logits, for autograd to convert, the first two as matrices; or None.
     """
     head = value.head
-    weight = head.weight.t() if head.weight_transposed else head.weight
+    leading = g.shape[:-1]
     with torch.autocast(g.device.type, enabled=False):
-        x, w = head.input.reshape(-1, head.hidden).to(head.dtype), weight.to(head.dtype)
         g = g.reshape(-1, head.vocab)
+        x = None if head.input is None else head.input.reshape(-1, head.hidden).to(head.dtype)
+        w = None if head.weight is None else head.weight.to(head.dtype)
+        if w is not None and head.weight_transposed:
+            w = w.t()
         if value.scale != 1.0 or value.transform:
             acc = acc_dtype(head.dtype)
             g = g.to(acc) * value.scale
             if value.transform:
+                assert x is not None and w is not None
                 bias = None if head.bias is None else head.bias.to(head.dtype)
                 _, slope = transform.apply_with_slope(value.transform, F.linear(x, w, bias).to(acc) * value.scale)
                 assert slope is not None
                 g = g * slope
         g = g.to(head.dtype)
-        g_weight = (x.t() @ g if head.weight_transposed else g.t() @ x).to(head.weight.dtype)
-        g_bias = None if head.bias is None else g.sum(0).to(head.bias.dtype)
-        return (g @ w).to(head.input.dtype).reshape(head.input.shape), g_weight, g_bias
+        grads: list[Tensor | None] = [None, None, None]
+        if needs[0]:
+            assert w is not None
+            grads[0] = (g @ w).reshape(*leading, head.hidden)
+        if needs[1]:
+            assert x is not None
+            grads[1] = x.t() @ g if head.weight_transposed else g.t() @ x
+        if needs[2]:
+            grads[2] = g.sum(0)
+        return grads

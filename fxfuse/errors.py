@@ -66,16 +66,23 @@ def stale_logits(operand: str, how: str) -> StaleLogitsError:
     names = {"input": "the hidden states", "weight": "the weight", "bias": "the bias"}
     return StaleLogitsError(
         "These logits of a compiled model were not computed, because nothing had read them; now that something does, "
-        f"{names[operand]} of their projection cannot be used any more: {how}. Read them before that, with "
-        f"`logits = logits + 0`, or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been fine.)"
+        f"{names[operand]} of their projection cannot be used any more: {how}. Read them before that (`logits.amax()` "
+        f"does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been fine.)"
     )
 
 
 def gradient_went_past(function: str) -> FxfuseError:
     return FxfuseError(
         f"{function} wants the gradient of logits of a compiled model, but a fused loss was computed from them whose "
-        f"gradient goes to the hidden states and the weight directly. Call {function} before the loss is computed, or "
-        f"{_WITHOUT_DEFERRAL}."
+        "gradient goes to the hidden states and the weight directly. Call `register_hook` or `retain_grad` on the "
+        f"logits before the loss is computed, or {_WITHOUT_DEFERRAL}."
+    )
+
+
+def deferred_cannot(what: str) -> FxfuseError:
+    return FxfuseError(
+        f"{what} would change the shape or the memory of logits of a compiled model that are not computed yet. Use the "
+        f"function that returns a new tensor, or {_WITHOUT_DEFERRAL}."
     )
 
 

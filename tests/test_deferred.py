@@ -6,9 +6,11 @@ import copy
 import gc
 import io
 import operator
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -207,6 +209,18 @@ def test_built_where_values_are_needed(name: str, device: str) -> None:
     assert len(reads) == (0 if name in ("custom_function", "factories") else 1)
 
 
+def test_a_view_that_was_made_under_no_grad(device: str) -> None:
+    """It claims to require a gradient, as what is read of it does, to no effect."""
+
+    def program(z: Tensor, s: World) -> Any:
+        with torch.no_grad():
+            view = z[0]
+        loss = view.logsumexp(-1)
+        return loss.requires_grad, loss.is_leaf, view.requires_grad, loss.detach()
+
+    assert_as_eager(program, device)
+
+
 def test_an_autograd_graph_of_it(device: str) -> None:
     """``torch.autograd.grad`` of deferred logits, into them, and twice through them."""
 
@@ -334,6 +348,36 @@ def _log_probs_written(z: Tensor, s: World) -> Any:
     return lp.gather(-1, s.y[..., None]), ce(z, s.y)
 
 
+def _reshaped_before_write(z: Tensor, s: World) -> Any:
+    z = z.detach()
+    rows = z[:, :-1].reshape(-1, VOCAB)
+    other = z[:, 1:].flatten(0, 1)
+    z /= 2
+    return rows.softmax(-1), other.sin(), z
+
+
+def _shallow_copy(z: Tensor, s: World) -> Any:
+    z = z.detach()
+    row = z[0]
+    total = row.sum()
+    copy.copy(z).zero_()
+    return total, row, z.logsumexp(-1)
+
+
+def _deep_copies_share(z: Tensor, s: World) -> Any:
+    z = z.detach()
+    a, b = copy.deepcopy([z, z[0]])
+    b.zero_()
+    return a, z
+
+
+def _read_in_inference_mode(z: Tensor, s: World) -> Any:
+    with torch.inference_mode():
+        best = z.argmax(-1) + 0
+    z.mul_(0.5)
+    return best.clone(), z, (z.detach() * s.w.sum()).sum()
+
+
 def _identity_of_inplace(z: Tensor, s: World) -> Any:
     return z.mul_(2) is z, z.view_as(z) is z, z.contiguous() is z, z.double() is z
 
@@ -343,7 +387,8 @@ WRITES: dict[str, Program] = {
     for f in (
         *(_divided, _masked, _view_before_write, _write_through_view, _write_through_plain_view, _copy_before_write),
         *(_rows_read_before_write, _loss_before_write, _numpy_shares, _detach_shares, _data, _inplace_functions),
-        *(_log_probs_written, _identity_of_inplace),
+        *(_log_probs_written, _reshaped_before_write, _shallow_copy, _deep_copies_share, _read_in_inference_mode),
+        _identity_of_inplace,
     )
 }
 
@@ -412,6 +457,62 @@ def test_a_hook_after_a_fused_loss_is_refused(device: str) -> None:
             late(z, loss)
 
 
+def test_a_hook_on_a_leaf_that_no_fused_loss_has_read(device: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        loss = ce(z, s.y)
+        leaf = z.detach().requires_grad_()
+        leaf.retain_grad()
+        (g,) = torch.autograd.grad(leaf.exp().sum(), leaf)
+        return g, loss
+
+    assert_as_eager(program, device, builds=1)
+
+
+def test_a_refused_loss_leaves_nothing_behind() -> None:
+    s = DeferredWorld.make()
+    z = s.z
+    with pytest.raises(IndexError):
+        ce(z, s.y + VOCAB)
+    z.retain_grad()
+
+
+def test_hooks_on_the_node(device: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        seen: list[int] = []
+        z.grad_fn.register_hook(lambda *_: seen.append(1))
+        ce(z, s.y).backward()
+        return len(seen)
+
+    assert_as_eager(program, device)
+
+
+# --- what autograd saves --------------------------------------------------------------------------------------
+
+
+def test_hooks_for_saved_tensors_see_what_they_do_in_eager(device: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        def pack(t: Tensor) -> Tensor:
+            buffer = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+            buffer.copy_(t)
+            return buffer
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            return torch.tanh(z).sum() + ce(z, s.y) + z.log_softmax(-1).gather(-1, s.y[..., None]).sum()
+
+    assert_as_eager(program, device)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_checkpoint_around_a_fused_reader(early_stop: bool, device: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+            fused = checkpoint(lambda t: ce(t, s.y) + t.logsumexp(-1).sum(), z, use_reentrant=False)
+            mixed = checkpoint(lambda t: ce(t / 2, s.y) + t.sin().sum(), z, use_reentrant=False)
+        return fused, mixed
+
+    assert_as_eager(program, device)
+
+
 # --- storing --------------------------------------------------------------------------------------------------
 
 
@@ -425,21 +526,94 @@ def test_pickling_and_copying(device: str) -> None:
     for copied in (loaded, copy.deepcopy(z), copy.copy(z)):
         assert type(copied) is Tensor
         torch.testing.assert_close(copied, expected)
+    leaf = z.requires_grad_()
+    assert copy.deepcopy(leaf).is_leaf and "requires_grad=True" in repr(leaf)
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(s.z)  # as eager does for what is no leaf
     with pytest.raises(RuntimeError, match="requires grad"):
         s.z.cpu().numpy()
 
 
-def test_it_goes_when_it_is_no_longer_used(device: str) -> None:
-    s = DeferredWorld.make(device=device)
-    z = s.z
-    loss = ce(z, s.y) + z[:, :2].float().sum()
-    state, hidden = weakref.ref(z._deferred), weakref.ref(z._deferred.origin)
-    loss.backward()
-    del z, loss
-    gc.collect()
-    assert state() is None and hidden() is None
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda z, s: ce(z, s.y) + z[:, :2].float().sum(),
+        lambda z, s: z.log_softmax(-1).gather(-1, s.y[..., None]).sum(),
+        lambda z, s: ce(3 * torch.tanh(z / 3), s.y) + torch.sigmoid(z).logsumexp(-1).sum(),
+        lambda z, s: z.log_softmax(-1).exp().sum(),
+    ],
+)
+@pytest.mark.parametrize("backward", [True, False])
+def test_it_goes_when_it_is_no_longer_used(read: Program, backward: bool) -> None:
+    """Without the garbage collector, which does not see what autograd holds."""
+    s = DeferredWorld.make()
+    gc.disable()
+    try:
+        z = s.z
+        loss = read(z, s)
+        state, origin = weakref.ref(z._deferred), weakref.ref(z._deferred.origin)
+        if backward:
+            loss.backward()
+        del z, loss
+        assert state() is None and origin() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["unsqueeze_", "transpose_", "squeeze_", "resize_", "set_", "data", "as_strided_"])
+def test_what_cannot_wait_and_cannot_be_done_is_refused(name: str) -> None:
+    z = DeferredWorld.make().z.detach()
+    with pytest.raises(fxfuse.FxfuseError, match=r"fxfuse\.defer_logits"):
+        if name == "data":
+            z.data = torch.zeros(3)
+        else:
+            arguments = {
+                "transpose_": (0, 1),
+                "resize_": ((3,),),
+                "set_": (torch.ones(2).double(),),
+                "as_strided_": ((2,), (1,)),
+            }
+            getattr(z, name)(*arguments.get(name, (0,)))
+    torch.testing.assert_close(z * 1.0, World.make().z.detach())
+
+
+class _Other(Tensor):
+    """A subclass that fxfuse knows nothing of."""
+
+
+def test_beside_another_subclass(device: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        other = torch.full((VOCAB,), 2.0, dtype=z.dtype, device=z.device).as_subclass(_Other)
+        return (z * other).as_subclass(Tensor)
+
+    assert_as_eager(program, device)
+    z = DeferredWorld.make(device=device).z
+    with pytest.raises(TypeError, match="mul_"):
+        z.mul_(torch.ones(VOCAB, device=device).as_subclass(_Other))
+
+
+def test_c_code_that_wants_memory_is_stopped() -> None:
+    z = DeferredWorld.make().z.detach()
+    with pytest.raises(RuntimeError, match="data"):
+        torch.utils.dlpack.to_dlpack(z)
+
+
+def test_reads_from_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = World.make().z.detach()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            z = DeferredWorld.make().z.detach()
+            with ThreadPoolExecutor(4) as pool:
+                work = (Tensor.sin, Tensor.numpy, lambda z: z.view(-1, VOCAB).softmax(-1), lambda z: z[..., :3])
+                sine, array, p, part = [future.result() for future in [pool.submit(w, z) for w in work]]
+            torch.testing.assert_close(sine, expected.sin())
+            torch.testing.assert_close(p, expected.view(-1, VOCAB).softmax(-1))
+            array[:] = 7
+            assert (z == 7).all() and (part == 7).all()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # --- stale operands -------------------------------------------------------------------------------------------
@@ -589,6 +763,47 @@ def test_a_read_after_any_other_change_is_refused(name: str, operand: str) -> No
         name_of = {"w": "the weight", "x": "the hidden states", "b": "the bias"}[operand]
         with pytest.raises(RuntimeError, match=rf"{name_of} .*{how}.*fxfuse\.defer_logits"):
             read(z, s)
+
+
+def test_only_what_eager_keeps_must_stay() -> None:
+    """A change between forward and backward is an error where eager's linear has kept the operand, and only there."""
+
+    def frozen_input(world: World) -> Any:
+        world.x = world.x.detach()
+        z = world.zb
+        loss = z.exp().sum() + ce(z, world.y)
+        for p in (world.w, world.b):
+            p.grad = torch.ones_like(p)
+        torch.optim.SGD([world.w, world.b], lr=0.1).step()
+        loss.backward()
+        return world.w.grad, world.b.grad
+
+    def frozen_weight(world: World) -> Any:
+        x = world.x
+        world.x, world.w = x * 1, world.w.detach()
+        z = world.z
+        loss = z.exp().sum()
+        with torch.no_grad():
+            world.x.mul_(2)
+        loss.backward()
+        return x.grad
+
+    for program in (frozen_input, frozen_weight):
+        torch.testing.assert_close(program(DeferredWorld.make()), program(World.make()))
+
+
+def test_copies_wait_through_a_write_and_a_step() -> None:
+    def run(world: World) -> list[Tensor]:
+        with torch.no_grad():
+            z = world.z
+            waiting = [z * 2, z.log_softmax(-1), z[0].clone()]
+            z.sum().item()
+            z.zero_()
+        world.w.grad = torch.ones_like(world.w)
+        torch.optim.SGD([world.w], lr=0.1).step()
+        return [t.sin().detach() for t in waiting]
+
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
 
 
 def test_what_was_read_before_a_change_stays() -> None:

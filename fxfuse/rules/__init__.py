@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class Rule:
     """A row of the table: how to call ``apply``, and what the function tells of the tensor that it reads.
 
     ``reads`` is ``"loss"`` where only logits are read so, ``"scores"`` where attention or a router may be, else empty.
+    ``derives`` says that what it returns still has an entry a class.
     """
 
     apply: Callable[..., Any]
@@ -66,6 +67,7 @@ class Rule:
     tracked: tuple[str, ...]
     wanted: frozenset[str]  # the arguments that ``apply`` takes
     reads: str = ""
+    derives: bool = True
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -123,16 +125,20 @@ def rule(
     like: Callable[..., Any] | None = None,
     tracked: tuple[str, ...] = ("input",),
     reads: str = "",
+    derives: bool | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated function the rule of ``functions`` (callables, or names of tensor methods).
 
     Arguments are bound by the signature of ``like``, of the rule itself if not given; the rule receives those
-    that it names. ``tracked`` are the arguments that may be described values.
+    that it names. ``tracked`` are the arguments that may be described values. A rule that ``reads`` derives nothing,
+    unless it says so.
     """
+    keeps_classes = not reads if derives is None else derives
 
     def make(apply: Callable[..., Any]) -> Rule:
         own = _after_call(apply)
-        return Rule(apply, inspect.signature(like) if like else own, tracked, frozenset(own.parameters), reads)
+        signature = inspect.signature(like) if like else own
+        return Rule(apply, signature, tracked, frozenset(own.parameters), reads, keeps_classes)
 
     return _register(TABLE, functions, make)
 
@@ -159,13 +165,17 @@ def head_of(function: Function, call: Call, args: tuple[Any, ...], kwargs: Mappi
     return found
 
 
+@overload
+def cut_off(call: Call, outcome: ClassTensor) -> ClassTensor: ...
+@overload
+def cut_off(call: Call, outcome: Reader) -> Reader: ...
 def cut_off(call: Call, outcome: ClassTensor | Reader) -> ClassTensor | Reader:
     """``outcome``, marked where no_grad keeps gradients from flowing through it.
 
     A view that is made under no_grad of a tensor that requires grad claims to require it too, but has no grad_fn.
     What is read of it later with gradients on then requires grad to no effect, which the fused ops do not imitate.
     """
-    source = outcome.source if isinstance(outcome, Reader) else outcome
+    source: ClassTensor = outcome.source if isinstance(outcome, Reader) else outcome
     if call.out.requires_grad and call.out.grad_fn is not None:
         if not source.requires_grad:
             call.keep("unknown_reader", f"{call.name}, with gradients on, of a view that was made under no_grad,")

@@ -18,9 +18,9 @@ from .statistics import along_classes, times
 MAX_COLUMNS = 64
 
 
-@rule(torch.log_softmax, torch.special.log_softmax, "log_softmax", reads="loss",
+@rule(torch.log_softmax, torch.special.log_softmax, "log_softmax", reads="loss", derives=True,
       like=lambda input, dim, dtype=None: None)  # fmt: skip
-@rule(F.log_softmax, like=F.log_softmax, reads="loss")
+@rule(F.log_softmax, like=F.log_softmax, reads="loss", derives=True)
 def log_softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> LogProbs:
     if not isinstance(input, Logits):
         call.keep("unknown_reader", "log_softmax of log-probabilities")

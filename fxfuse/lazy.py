@@ -1,0 +1,159 @@
+"""The values of deferred logits: how they come to be, once, when something needs them.
+
+A ``State`` stands for one tensor: what it is (``described``), or what operator makes it of which others. Tensors that
+share memory in eager share a ``Memory``. As long as nothing could tell, each has values of its own, so that reading
+a row computes a row; as soon as something could (a view that has no rule, a write, a NumPy array), the values of all
+are views of one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from .algebra import ClassTensor
+from .eager import dense
+from .operands import Operands
+from .report.records import Site, journal
+from .report.source import caller
+
+
+@dataclass(eq=False)
+class Origin:
+    """What all tensors share that come from one output of one call.
+
+    Attributes:
+        site: the head, for the report.
+        operands: of the projection.
+        memory: the option ``fxfuse.memory``.
+        hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
+        bypassed: a fused op has read one of them, and its gradients do not pass through any.
+        lock: held while values are made.
+    """
+
+    site: Site
+    operands: Operands
+    memory: int
+    hooked: bool = False
+    bypassed: bool = False
+    lock: Any = field(default_factory=threading.RLock)
+
+
+@dataclass(eq=False)
+class Memory:
+    """What tensors share that have one memory in eager: the one that owns it, and whether theirs must be one too.
+
+    Every view leads to the owner, which leads here: not back, so that all goes at once when the last tensor does.
+    """
+
+    owner: weakref.ref[State]
+    one: bool = False
+
+
+@dataclass(eq=False)
+class State:
+    """What a ``DeferredLogits`` knows besides what every tensor does.
+
+    It must not lead to the tensor's node in the graph of autograd, which may lead to it.
+
+    Attributes:
+        meta: a tensor without data of the same shape, strides and dtype.
+        thunk: the operator and its arguments that make it of others (states in their place); None for an output.
+        is_view: whether that operator returns a view.
+        described: what it is, where rules can tell.
+        values: all of it, once they were needed.
+    """
+
+    origin: Origin
+    meta: Tensor
+    thunk: tuple[Any, ...] | None = None
+    is_view: bool = False
+    described: ClassTensor | None = None
+    values: Tensor | None = None
+    memory: Memory = field(init=False)
+
+    def __post_init__(self) -> None:
+        parent = next(self._parents(), None) if self.is_view else None
+        self.memory = Memory(weakref.ref(self)) if parent is None else parent.memory
+
+    def read(self) -> Tensor:
+        """The values, perhaps in memory of their own."""
+        with self.origin.lock:
+            if self.memory.one:
+                return self._viewed()
+            if self.values is None:
+                with torch.inference_mode(False), torch.no_grad():
+                    self.values = self._build()
+                if self.thunk is None:
+                    self.origin.operands.are_read()
+                elif not self.is_view:
+                    self.thunk = ()  # what it was made of may go
+            return self.values
+
+    def share(self) -> Tensor:
+        """The values in the memory that every view of it has."""
+        with self.origin.lock:
+            if not self.memory.one:
+                owner = self.memory.owner()
+                assert owner is not None
+                owner.read()
+                self.memory.one = True
+                # Copies that wait can no longer be made of these values, which may be written to.
+                self.origin.operands.are_wanted()
+            return self._viewed()
+
+    def is_built(self) -> bool:
+        """Whether the values can be had without a product."""
+        if self.values is not None or self.memory.one:
+            return True
+        return bool(self.thunk) and all(p.is_built() and not p.memory.one for p in self._parents())
+
+    def _parents(self) -> Iterator[State]:
+        return (part for part in tree_iter(self.thunk) if isinstance(part, State))
+
+    def _viewed(self) -> Tensor:
+        if self is self.memory.owner():
+            assert self.values is not None
+            return self.values
+        assert self.thunk
+        function, args, kwargs = tree_map_only(State, State._viewed, self.thunk)
+        return function(*args, **kwargs)
+
+    def _build(self) -> Tensor:
+        whole = all(parent.meta.numel() == self.meta.numel() for parent in self._parents())
+        # As eager does it, unless a part of the rows is all that is needed.
+        if self._is_replayable() and (whole or self.is_built() or self.described is None):
+            assert self.thunk
+            function, args, kwargs = tree_map_only(State, State.read, self.thunk)
+            return function(*args, **kwargs)
+        if self.described is None:
+            raise AssertionError("an intermediate of deferred logits is read after they were written to")
+        return self._project(self.described)
+
+    def _is_replayable(self) -> bool:
+        """Whether what it is made of can be had as it was then."""
+        return bool(self.thunk) and all(
+            not p.memory.one and (p.values is not None or p.described is not None or p._is_replayable())
+            for p in self._parents()
+        )
+
+    def _project(self, described: ClassTensor) -> Tensor:
+        operands = self.origin.operands
+        operands.check()
+        values = dense(replace(described, head=operands.head))
+        journal.note("read", self.origin.site, caller(), values.nbytes)
+        return _laid_out(values, self.meta)
+
+
+def _laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """``values`` with their axes in memory in the order of those of ``like``."""
+    order = sorted(range(like.dim()), key=lambda axis: (-like.stride()[axis], axis))
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return values.permute(order).contiguous().permute(inverse)
