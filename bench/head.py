@@ -140,14 +140,19 @@ def resident_mib(field: str) -> float:
         return next(int(line.split()[1]) for line in status if line.startswith(f"{field}:")) / 2**10
 
 
+def reset_resident_peak() -> None:
+    """Let ``VmHWM`` start anew."""
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps would hide what is taken next
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")
+
+
 def peak_mib(f: Callable[[], Any]) -> float | None:
     """Peak of memory during ``f`` above what was in use before, in MiB: CUDA's, or without that the process's."""
     gc.collect()
     if not torch.cuda.is_available():
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps would hide what f takes
-            with open("/proc/self/clear_refs", "w") as clear:
-                clear.write("5")  # resets VmHWM
+            reset_resident_peak()
             before = resident_mib("VmRSS")
             f()
             return resident_mib("VmHWM") - before
