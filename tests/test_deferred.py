@@ -182,7 +182,7 @@ DENSE: dict[str, Program] = {
     "custom_function_returns_its_input": lambda z, s: ce(_Same.apply(z), s.y),
     "factories": lambda z, s: (
         torch.zeros_like(z) + torch.ones_like(z, dtype=torch.float32) + z.new_full((3, 1, 1), 2.0)[:BATCH],
-        torch.rand_like(z.cpu()),
+        torch.rand_like(z).shape,
     ),
     "arithmetic": lambda z, s: (z + z) * z - z / (1 + z * z) + 2**z + (-z).abs() + z.T.sum() + z.mT.mean(),
     "cross_entropy_of_probabilities": lambda z, s: F.cross_entropy(z.mT, torch.softmax(z.detach(), -1).mT),
