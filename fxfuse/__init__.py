@@ -11,8 +11,8 @@ from importlib.metadata import version as _version
 from .errors import FxfuseError, FxfuseWarning
 from .functional import linear_cross_entropy, linear_log_probs, linear_logsumexp
 from .reasons import Reason
-from .report.explain import explain, sites
-from .report.records import Report, Site
+from .report.explain import explain, reads, sites
+from .report.records import Read, Report, Site
 
 try:
     __version__ = _version("fxfuse")
@@ -22,6 +22,7 @@ except PackageNotFoundError:  # a source tree on the path, never installed
 __all__ = [
     "FxfuseError",
     "FxfuseWarning",
+    "Read",
     "Reason",
     "Report",
     "Site",
@@ -29,5 +30,6 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_probs",
     "linear_logsumexp",
+    "reads",
     "sites",
 ]

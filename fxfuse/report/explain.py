@@ -1,4 +1,4 @@
-"""``fxfuse.sites()`` and ``fxfuse.explain()``."""
+"""``fxfuse.sites()``, ``fxfuse.reads()`` and ``fxfuse.explain()``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import torch
 
 from ..compat import uncompiled
 from ..options import PREFIX
-from .records import Report, Site, journal
+from .records import Read, Report, Site, journal
 
 
 def sites() -> tuple[Site, ...]:
     """Every head that was seen in a graph compiled in this process, in order of compilation."""
     return journal.report().sites
+
+
+def reads() -> tuple[Read, ...]:
+    """Every place where deferred logits were computed after all, or a weight was copied for them, in this process."""
+    return journal.report().reads
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
