@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from . import compat, errors
-from .escape import restored
+from .escape import on_plain_tensors, restored
 from .graph import rewrite
 from .options import PREFIX, Options
 from .report.records import journal
@@ -49,14 +49,16 @@ def fxfuse(
                 raise errors.kept_dense(site.where, site.reason)
     except (ValueError, errors.FxfuseError) as error:
         raise compat.as_raised(error) from None
+    whole = compat.is_whole_graph(gm)
     if all(site.status == "kept" for site in sites):
-        return inner(gm, example_inputs)
-    with compat.cache_key(fingerprint()):
         run = inner(gm, example_inputs)
-    if not escapes:
-        return run
-    assert isinstance(results, (tuple, list))
-    return restored(run, len(results), escapes, own.min_logits_bytes, own.memory)
+    else:
+        with compat.cache_key(fingerprint()):
+            run = inner(gm, example_inputs)
+    if escapes:
+        assert isinstance(results, (tuple, list))
+        run = restored(run, len(results), escapes, own.min_logits_bytes, own.memory)
+    return run if whole else on_plain_tensors(run)
 
 
 def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:

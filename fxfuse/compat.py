@@ -33,6 +33,11 @@ def is_plain(example: Any) -> bool:
     return plain and example.layout == torch.strided and not example.is_quantized
 
 
+def is_fake(tensor: Any) -> bool:
+    """Whether a compiled graph returned a tensor without data, as it does when asked for shapes."""
+    return isinstance(tensor, FakeTensor)
+
+
 def is_functional_wrapper(example: Any) -> bool:
     """Whether an example value lives inside a ``torch.func`` transform."""
     return isinstance(example, Tensor) and is_functorch_wrapped_tensor(example)
@@ -49,7 +54,7 @@ def transform_active() -> bool:
 
 
 def is_whole_graph(gm: Any) -> bool:
-    """Whether what a graph returns goes to the user's program, and not to another part of a graph that was split.
+    """Whether what a graph is given comes from the user's program, and not from another part of a graph that was split.
 
     Only the graphs that Dynamo captured know why they end; the parts that ``DDPOptimizer`` makes of one do not.
     """

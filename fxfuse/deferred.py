@@ -99,6 +99,11 @@ class DeferredLogits(Tensor):
         out = func(*plain_args, **plain_kwargs)
         return written if isinstance(written, DeferredLogits) and isinstance(out, Tensor) else out
 
+    def plain(self) -> Tensor:
+        """An ordinary tensor with the values, in the same memory, through which gradients flow back here."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Plain.apply(self, self._deferred.share())
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return repr(_plain(self))
@@ -193,10 +198,9 @@ class _Plain(torch.autograd.Function):
 def _plain(deferred: DeferredLogits) -> Tensor:
     """An ordinary tensor in the same memory; a leaf if ``deferred`` is one."""
     with torch._C.DisableTorchFunctionSubclass():
-        values = deferred._deferred.share()
         if deferred.is_leaf:
-            return values.detach().requires_grad_(deferred.requires_grad)
-        return _Plain.apply(deferred, values)
+            return deferred._deferred.share().detach().requires_grad_(deferred.requires_grad)
+        return deferred.plain()
 
 
 def _looked_at(deferred: DeferredLogits) -> Tensor:
@@ -250,9 +254,8 @@ def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name.endswith("_") or name.startswith("__i") or "out" in kwargs:
         return NotImplemented  # a write to an ordinary tensor in their place would not be seen by autograd
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = tree_map_only(DeferredLogits, lambda t: _Plain.apply(t, t._deferred.share()), (args, kwargs))
-    return func(*plain[0], **plain[1])
+    args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------

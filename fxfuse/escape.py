@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from . import compat
 from .algebra import ClassTensor, Emit, Logits
+from .eager import dense
 from .mutation import Timeline, storages
 from .report.records import Site
 from .report.source import function_name
@@ -126,7 +127,7 @@ def restored(
         least: logits of fewer bytes are computed at once.
         memory: the option ``fxfuse.memory``.
     """
-    from .deferred import defer
+    from .deferred import defer  # only where there is something to defer
 
     def call(*args: Any) -> list[Any]:
         results = list(run(*args))
@@ -143,10 +144,22 @@ def restored(
             assert input is not None
             head = replace(value.head, input=input, weight=at(escape.weight), bias=at(escape.bias))
             value = replace(value, head=head, shape=(*input.shape[:-1], head.vocab))
-            made.append(defer(value, site, least, memory))
+            made.append(dense(value) if compat.is_fake(input) else defer(value, site, least, memory))
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:
                 results[i] = logits
         return results[:count]
+
+    return call
+
+
+def on_plain_tensors(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, a part of a graph that was split, which may be given what another part returned: with values put in.
+
+    Compiled code reads memory and asks no ``__torch_function__``.
+    """
+
+    def call(*args: Any) -> Any:
+        return run(*(arg.plain() if hasattr(arg, "_deferred") else arg for arg in args))
 
     return call

@@ -489,7 +489,7 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
     returned = output.args
     try:
         candidates = [c for c in _Analysis(graph).candidates if c.is_head]
-        may_defer = options.defer_logits and not in_checkpoint and compat.is_whole_graph(gm)
+        may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(graph, options, candidates, may_defer) if candidates else None
         for candidate in candidates:
             assert planner is not None
