@@ -48,6 +48,11 @@ def forward_ad_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def saving_is_watched() -> bool:
+    """Whether hooks see what autograd saves: those of a checkpoint, say, under which a program must repeat itself."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def transform_active() -> bool:
     """Whether a ``torch.func`` transform is under way around the caller."""
     return maybe_current_level() is not None

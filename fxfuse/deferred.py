@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
-from .algebra import ClassTensor, Logits, Reader
+from .algebra import ClassTensor, Logits, Reader, Statistics
 from .eager import EMIT, dense, pull_back
 from .lazy import Origin, State
 from .operands import Operands
-from .passes import compute
+from .passes import compute, operands_of, statistics
 from .report.records import Site, journal
 from .report.source import caller
 from .rules import TABLE, Call, Keep, Rule, cut_off
@@ -357,11 +357,31 @@ def _check(deferred: list[DeferredLogits], call: Call, reader: Reader) -> None:
 def _read(origin: Origin, call: Call, reader: Reader) -> Tensor:
     """What ``reader`` returns, by a fused op."""
     grad = reader.source.requires_grad and torch.is_grad_enabled()
-    reader = replace(reader, source=replace(reader.source, requires_grad=grad))
-    _, (result,) = compute(EMIT, reader.source.head, (reader,), in_checkpoint=False, memory=origin.memory)
+    source = replace(reader.source, requires_grad=grad)
+    reader = replace(reader, source=source)
+    key = (source.row_key(), source.scale, source.transform, grad)
+    kept = {} if compat.saving_is_watched() else origin.log_sum_exps
+    known = kept.get(key)
+    operands = operands_of(EMIT, source.head, source)
+    if known is not None and reader.index is None and not (reader.want_class_sum and source.transform):
+        result = reader.finish(EMIT, _without_a_pass(known, operands, source), None)
+    elif reader.coefficients is None:
+        (result,), kept[key] = statistics(EMIT, (reader,), operands, origin.memory)
+    else:
+        _, (result,) = compute(EMIT, source.head, (reader,), in_checkpoint=False, memory=origin.memory)
     origin.bypassed |= grad
     # In memory of its own: the backward may need what it was made of.
     return result.to(call.out.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _without_a_pass(lse: Tensor, operands: tuple[Any, ...], source: ClassTensor) -> Statistics:
+    """Statistics of logits that are linear in the operands, given their log-sum-exp: the sum needs no logits."""
+    x, w, b = operands
+    with torch.autocast(x.device.type, enabled=False):
+        total = x.to(lse.dtype) @ w.sum(0, dtype=lse.dtype)
+        if b is not None:
+            total = total + b.sum(dtype=lse.dtype)
+        return Statistics(lse, None, None, total * source.scale)
 
 
 # --- making them ----------------------------------------------------------------------------------------------

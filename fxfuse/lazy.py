@@ -36,6 +36,7 @@ class Origin:
         hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
         bypassed: a fused op has read one of them, and its gradients do not pass through any.
         lock: held while values are made.
+        log_sum_exps: of rows that a fused op has read, by which rows of which logits they are.
     """
 
     site: Site
@@ -44,6 +45,7 @@ class Origin:
     hooked: bool = False
     bypassed: bool = False
     lock: Any = field(default_factory=threading.RLock)
+    log_sum_exps: dict[Any, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import errors
+from . import compat, errors
 from .algebra import Head
 
 # One of every row of a vocabulary. Reading far apart is what they cost: microseconds on a GPU, 6 ns each on a CPU.
@@ -96,12 +96,12 @@ class Operands:
         with _lock:
             _unread.add(self)
 
-    def keep(self, storages: set[int], copies: dict[int, Tensor]) -> None:
+    def keep(self, storages: set[int | None], copies: dict[int, Tensor]) -> None:
         """Copy the weight and the bias if they lie in ``storages``, which are about to change."""
         kept: dict[str, Any] = {}
         for name in ("weight", "bias"):
             tensor = self._originals[name]
-            if name not in self._seals or tensor.untyped_storage()._cdata not in storages:
+            if name not in self._seals or compat.storage(tensor) not in storages:
                 continue
             if self._seals[name].broken(tensor):
                 continue  # too late; reading says so
@@ -122,7 +122,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not waiting:
         return
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    storages = {p.untyped_storage()._cdata for p in parameters if p.layout == torch.strided}
+    storages = {compat.storage(p) for p in parameters}
     copies: dict[int, Tensor] = {}
     for operands in waiting:
         operands.keep(storages, copies)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import ops
-from .algebra import Coefficients, Emit, Handle, Head, Reader, Statistics, with_offset
+from .algebra import ClassTensor, Coefficients, Emit, Handle, Head, Reader, Statistics, with_offset
 from .ops.contract import acc_dtype
 from .ops.cuda import keeps_exponentials
 from .transform import encode
@@ -44,16 +44,15 @@ def compute(
     source = readers[0].source
     operands = (head.input, head.weight, head.bias)
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in operands]
-    prepared = _operands(emit, head, readers[0])
+    prepared = operands_of(emit, head, readers[0].source)
     if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
         variant, result = _loss(emit, readers[0], prepared, needs)
         return variant, [result]
-    return (RECOMPUTED if any(needs) else FORWARD_ONLY), _statistics(emit, readers, prepared, memory)
+    return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
 
 
-def _operands(emit: Emit, head: Head, reader: Reader) -> tuple[Handle, Handle, Handle]:
+def operands_of(emit: Emit, head: Head, source: ClassTensor) -> tuple[Handle, Handle, Handle]:
     """Hidden states ``[N, D]``, weight ``[V, D]`` and bias ``[V]`` in the dtype of the logits."""
-    source = reader.source
 
     def ready(handle: Handle) -> Handle:
         if handle is None:
@@ -110,7 +109,10 @@ def _keeps_exponentials(
     return keeps_exponentials(input, weight, indexed, c.class_sum is not None, options.get("transform", ""))
 
 
-def _statistics(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int) -> list[Handle]:
+def statistics(
+    emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int
+) -> tuple[list[Handle], Handle]:
+    """What each reader returns, computed from the statistics of one pass; and the log-sum-exp of the rows, ``[N]``."""
     columns: dict[Any, slice] = {}  # of each distinct index in the one that the op is given
     parts: list[Handle] = []
     width = 0
@@ -139,7 +141,8 @@ def _statistics(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, .
             return handle
         return emit(torch.narrow, handle, 1, at.start, at.stop - at.start)
 
-    return [
+    results = [
         reader.finish(emit, Statistics(lse, own(picked, reader), own(log_prob, reader), class_sum), own(index, reader))
         for reader in readers
     ]
+    return results, lse

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
+from fxfuse import passes
 from fxfuse.deferred import DeferredLogits
 from fxfuse.report.records import journal
 
@@ -241,6 +242,23 @@ def test_an_autograd_graph_of_it(device: str) -> None:
 
     for program in (through, into, twice, capped_twice):
         assert_as_eager(program, device)
+
+
+def test_readers_of_the_same_rows_share_a_pass(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Trainer's label smoothing reads one after the other is computed from one pass over the logits."""
+    calls: list[Any] = []
+    stats = passes.ops.linear_stats
+    monkeypatch.setattr(passes.ops, "linear_stats", lambda *a, **k: (calls.append(a), stats(*a, **k))[1])
+
+    def program(z: Tensor, s: World) -> Any:
+        lp = -F.log_softmax(z / 2, -1)
+        picked = lp.gather(-1, s.y[..., None])
+        return picked, lp.sum(-1, keepdim=True), (z / 2).logsumexp(-1), (z / 2).mean(-1), lp.mean(-1)
+
+    assert_as_eager(program, device, builds=0)
+    assert len(calls) == 1
+    assert_as_eager(lambda z, s: (*program(z, s), z.logsumexp(-1), torch.tanh(z).sum(-1)), device, builds=0)
+    assert len(calls) == 4
 
 
 # --- only some rows -------------------------------------------------------------------------------------------
