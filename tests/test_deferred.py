@@ -936,6 +936,40 @@ def test_under_autocast(device: str) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=5e-2, atol=5e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+def test_with_cuda_graphs() -> None:
+    """Hidden states that lie in a graph's memory: right until the next call, and then refused or right, never stale."""
+    torch._dynamo.reset()
+    ours, eager = Model().cuda(), Model().cuda()
+    model = torch.compile(ours, backend="fxfuse", mode="reduce-overhead")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (ours, eager)]
+    previous = expected = None
+    for step in range(5):
+        ids = torch.randint(60, (70, 1024), generator=torch.Generator().manual_seed(step)).cuda()
+        if previous is not None:
+            with torch.no_grad():
+                before = previous * 1.0, expected * 1.0
+            torch.testing.assert_close(*before, rtol=1e-4, atol=1e-4)
+        results = []
+        for m, optimizer in zip((model, eager), optimizers, strict=True):
+            loss, z = m(ids, ids)
+            (loss + ce_of(z[:, 1:], ids[:, 1:])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append((loss.clone(), z))
+        assert isinstance(results[0][1], DeferredLogits)
+        torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4)
+        previous, expected = results[0][1], results[1][1]
+    model(ids, ids)
+    try:
+        late = previous.detach() * torch.ones((), device="cuda")
+    except RuntimeError as refusal:
+        assert "overwritten" in str(refusal) or "defer_logits" in str(refusal)
+    else:
+        torch.testing.assert_close(late, expected.detach(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_scoring(mode: Any) -> None:
     torch._dynamo.reset()
