@@ -6,6 +6,7 @@ waited for: a weight that it is about to change is copied first. Any other chang
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -76,6 +77,7 @@ class Operands:
         self._on_copy = on_copy
         self._originals = {name: getattr(head, name) for name in ("input", "weight", "bias")}
         self._seals = {name: _Seal(t) for name, t in self._originals.items() if t is not None}
+        _watch_optimizers()
         with _lock:
             _unread.add(self)
 
@@ -115,7 +117,10 @@ class Operands:
             self.head = replace(self.head, **kept)
 
 
-@torch._dynamo.disable
+@torch._dynamo.disable(
+    reason="fxfuse copies the weight here, before the optimizer changes it, for logits that nothing has read. Compile "
+    'the step without fullgraph, or the model with options={"fxfuse.defer_logits": False}'
+)
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     with _lock:
         waiting = list(_unread)
@@ -128,4 +133,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         operands.keep(storages, copies)
 
 
-register_optimizer_step_pre_hook(_before_step)
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once there is something to copy for, and not before: the hook breaks the graph of a step that is compiled."""
+    register_optimizer_step_pre_hook(_before_step)
