@@ -48,6 +48,13 @@ def forward_ad_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def untraceable(why: str) -> Exception:
+    """What makes Dynamo break the graph where it is raised, or say so under ``fullgraph=True``."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported(why)
+
+
 def saving_is_watched() -> bool:
     """Whether hooks see what autograd saves: those of a checkpoint, say, under which a program must repeat itself."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

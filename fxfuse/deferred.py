@@ -99,6 +99,14 @@ class DeferredLogits(Tensor):
         out = func(*plain_args, **plain_kwargs)
         return written if isinstance(written, DeferredLogits) and isinstance(out, Tensor) else out
 
+    def __tensor_flatten__(self) -> Any:
+        """What PyTorch's tracers ask for before they look into a subclass: refused, so that they do not try."""
+        raise compat.untraceable(errors.NOT_TRACEABLE)
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Any:
+        raise compat.untraceable(errors.NOT_TRACEABLE)
+
     def plain(self) -> Tensor:
         """An ordinary tensor with the values, in the same memory, through which gradients flow back here."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -344,10 +352,10 @@ def _check(deferred: list[DeferredLogits], call: Call, reader: Reader) -> None:
     for operand in reader.operands:
         if not compat.is_plain(operand) or operand.device != operands.head.input.device:
             call.keep("subclass")
-    if operands.copied and reader.source.requires_grad and torch.is_grad_enabled():
+    if reader.source.requires_grad and torch.is_grad_enabled() and operands.are_copied():
         call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
     try:
-        operands.check()
+        operands.as_they_were()
     except errors.StaleLogitsError:
         if all(t._deferred.is_built() for t in deferred):
             call.keep("operand_mutated", "something")
@@ -357,7 +365,8 @@ def _check(deferred: list[DeferredLogits], call: Call, reader: Reader) -> None:
 def _read(origin: Origin, call: Call, reader: Reader) -> Tensor:
     """What ``reader`` returns, by a fused op."""
     grad = reader.source.requires_grad and torch.is_grad_enabled()
-    source = replace(reader.source, requires_grad=grad)
+    head = origin.operands.head if grad else origin.operands.as_they_were()
+    source = replace(reader.source, head=head, requires_grad=grad)
     reader = replace(reader, source=source)
     key = (source.row_key(), source.scale, source.transform, grad)
     kept = {} if compat.saving_is_watched() else origin.log_sum_exps
@@ -387,12 +396,21 @@ def _without_a_pass(lse: Tensor, operands: tuple[Any, ...], source: ClassTensor)
 # --- making them ----------------------------------------------------------------------------------------------
 
 
+Layout = tuple[tuple[int, ...], int]  # strides, and the offset into the memory, in elements
+
+
 class _Projection(torch.autograd.Function):
     """From the operands to the deferred logits; gradients that reach these flow on as through a linear."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, value: Logits, origin: Origin
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        value: Logits,
+        layout: Layout | None,
+        origin: Origin,
     ) -> DeferredLogits:
         # What eager's linear keeps: either operand for the other's gradient. A transform's slope needs the logits.
         needs_input, needs_weight, *_ = ctx.needs_input_grad
@@ -404,19 +422,27 @@ class _Projection(torch.autograd.Function):
         )
         ctx.value = replace(value, head=replace(value.head, input=None, weight=None, bias=None))
         ctx.set_materialize_grads(False)
-        meta = torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
+        shape = tuple(value.shape)
+        if layout is None:
+            meta = torch.empty(shape, dtype=value.dtype, device="meta")
+        else:
+            strides, offset = layout
+            extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            meta = torch.empty(extent, dtype=value.dtype, device="meta").as_strided(shape, strides, offset)
         return DeferredLogits(State(origin, meta), input.device)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
-            return (None,) * 5
+            return (None,) * 6
         input, weight, bias = ctx.saved_tensors
         head = replace(ctx.value.head, input=input, weight=weight, bias=bias)
-        return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), None, None
+        return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), None, None, None
 
 
-def defer(value: Logits, site: Site, least: int, memory: int) -> Tensor:
+def defer(
+    value: Logits, site: Site, least: int, memory: int, layout: Layout | None = None, exposed: bool = False
+) -> Tensor:
     """The logits that ``value`` describes, whose operands are tensors; computed when they are read.
 
     Args:
@@ -424,14 +450,16 @@ def defer(value: Logits, site: Site, least: int, memory: int) -> Tensor:
         site: of the head, for the report.
         least: logits of fewer bytes are computed at once.
         memory: the option ``fxfuse.memory``.
+        layout: strides and offset of what eager returns; None if it is contiguous.
+        exposed: whether others have the hidden states and may write to them, so that they must be copied.
     """
     head = value.head
-    with torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad):
+    with torch.set_grad_enabled(value.requires_grad):  # as in the graph, whatever the caller's mode
         small = math.prod(value.shape) * value.dtype.itemsize < max(least, 1)
         if small or compat.transform_active() or compat.forward_ad_active():
             return dense(value)
-        origin = Origin(site, Operands(head, lambda size: journal.note("copied", site, caller(), size)), memory)
-        made = _Projection.apply(head.input, head.weight, head.bias, value, origin)
+        operands = Operands(head, exposed, lambda size: journal.note("copied", site, caller(), size))
+        made = _Projection.apply(head.input, head.weight, head.bias, value, layout, Origin(site, operands, memory))
     with torch._C.DisableTorchFunctionSubclass():
         _describe(made, replace(value, requires_grad=made.requires_grad))
     return made

@@ -62,12 +62,19 @@ def no_forward_mode(op: str) -> Exception:
 _WITHOUT_DEFERRAL = 'compile with options={"fxfuse.defer_logits": False} (and no mode) to have them computed at once'
 
 
+NOT_TRACEABLE = (
+    "Logits of a compiled model that are not computed yet (fxfuse.DeferredLogits) break the graph of another compiled "
+    "function where it uses them. Compile it without fullgraph, or compute the loss inside of the first function, or "
+    f"{_WITHOUT_DEFERRAL}."
+)
+
+
 def stale_logits(operand: str, how: str) -> StaleLogitsError:
     names = {"input": "the hidden states", "weight": "the weight", "bias": "the bias"}
     return StaleLogitsError(
         "These logits of a compiled model were not computed, because nothing had read them; now that something does, "
         f"{names[operand]} of their projection cannot be used any more: {how}. Read them before that (`logits.amax()` "
-        f"does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been fine.)"
+        f"does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been fine, but for logits that are made inside of its closure.)"
     )
 
 

@@ -49,6 +49,8 @@ class Escape:
         positions: of the logits in what the graph returned.
         value: the logits, with the rows' operations done already and no operands.
         input, weight, bias: where the operands are.
+        layout: strides and offset of what eager returns; None if it is contiguous.
+        exposed: whether something else has the memory of the hidden states: the caller, or another output.
         transposed: whether the weight is ``[D, V]``.
     """
 
@@ -57,6 +59,8 @@ class Escape:
     input: _Argument | _Result
     weight: _Argument | _Result
     bias: _Argument | _Result | None
+    layout: tuple[tuple[int, ...], int] | None
+    exposed: bool
 
 
 def why_not(escaped: Escaped, projection: Node, timeline: Timeline) -> str:
@@ -70,6 +74,8 @@ def why_not(escaped: Escaped, projection: Node, timeline: Timeline) -> str:
     others = {node for node in output.all_input_nodes if node is not escaped.node}
     if any(storages(node) & storages(escaped.node) for node in others):
         return "beside a view of them"
+    if any(function_name(node) == "set_" for node in output.graph.nodes):
+        return "from a graph that assigns to .data"  # what shared memory before can no longer be told
     for operand in (head.input, head.weight, head.bias):
         if isinstance(operand, Node):
             writer = timeline.write_between(operand, projection, output)
@@ -77,12 +83,32 @@ def why_not(escaped: Escaped, projection: Node, timeline: Timeline) -> str:
                 return f"after {function_name(writer)} has changed an operand"
             if timeline.unplaced_write(operand):
                 return "and an operation changes an operand"
+    if _layout(escaped.node) is None and not _is_contiguous(escaped.node):
+        return "with symbolic strides"
     rows = 1
     for size in value.shape[:-1]:
         rows *= compat.hint(size)
     if not _is_given(head.weight) and compat.hint(head.hidden) > rows:
         return "fewer than the weight, which is computed in the graph"
     return ""
+
+
+def _is_contiguous(node: Node) -> bool:
+    """Whether eager returns it contiguous, for certain."""
+    example, expected = node.meta["example_value"], 1
+    for size, stride in zip(reversed(example.shape), reversed(example.stride()), strict=True):
+        if not compat.same(stride, expected) and not compat.same(size, 1):
+            return False
+        expected = expected * size
+    return compat.same(example.storage_offset(), 0)
+
+
+def _layout(node: Node) -> tuple[tuple[int, ...], int] | None:
+    """Strides and offset of what eager returns, where they are numbers and it is not contiguous."""
+    example = node.meta["example_value"]
+    strides, offset = tuple(example.stride()), example.storage_offset()
+    numbers = all(isinstance(size, int) for size in (*strides, offset))
+    return (strides, offset) if numbers and not _is_contiguous(node) else None
 
 
 def _is_given(node: Node) -> bool:
@@ -100,6 +126,8 @@ def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
     returned = list(results)
     positions = tuple(i for i, node in enumerate(returned) if node is escaped.node)
     input = value.hidden_states(emit)
+    others = (*arguments, *(n for n in output.all_input_nodes if n is not escaped.node))
+    exposed = any(storages(input) & storages(node) for node in others)
     for i in positions:
         returned[i] = input
 
@@ -112,10 +140,11 @@ def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
             returned.append(operand)
         return _Result(returned.index(operand))
 
-    at = [place(operand) for operand in (input, head.weight, head.bias)]
+    at: list[Any] = [place(operand) for operand in (input, head.weight, head.bias)]
     output.args = (tuple(returned),)
     bare = replace(head, input=None, weight=None, bias=None)
-    return Escape(positions, replace(value, head=bare, row_ops=()), *at)  # type: ignore[arg-type]
+    logits: Any = replace(value, head=bare, row_ops=())
+    return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed)
 
 
 def restored(
@@ -144,7 +173,10 @@ def restored(
             assert input is not None
             head = replace(value.head, input=input, weight=at(escape.weight), bias=at(escape.bias))
             value = replace(value, head=head, shape=(*input.shape[:-1], head.vocab))
-            made.append(dense(value) if compat.is_fake(input) else defer(value, site, least, memory))
+            if compat.is_fake(input):
+                made.append(dense(value))
+            else:
+                made.append(defer(value, site, least, memory, escape.layout, escape.exposed))
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:
                 results[i] = logits

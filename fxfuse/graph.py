@@ -501,7 +501,8 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
         for candidate in candidates:
             if candidate.kept is None:
                 for escaped in candidate.escaped:
-                    emit = _GraphEmit(graph, output, escaped.node, made)
+                    # Where eager made them: in the same mode, before anything else happens.
+                    emit = _GraphEmit(graph, escaped.node.next, escaped.node, made)
                     sent.setdefault(candidate, []).append(send_out(escaped, emit, output))
         for old, new in swaps:
             old.replace_all_uses_with(new)

@@ -147,9 +147,7 @@ class State:
         )
 
     def _project(self, described: ClassTensor) -> Tensor:
-        operands = self.origin.operands
-        operands.check()
-        values = dense(replace(described, head=operands.head))
+        values = dense(replace(described, head=self.origin.operands.as_they_were()))
         journal.note("read", self.origin.site, caller(), values.nbytes)
         return _laid_out(values, self.meta)
 

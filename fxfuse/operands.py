@@ -67,26 +67,44 @@ class Operands:
     """A head with the seals of its operands. Equal only to itself.
 
     Attributes:
-        head: its operands as they were when the logits were due: the originals, or copies of them.
-        copied: whether they are copies, through which no gradient flows.
+        head: the operands; those that required no gradient then will not get one now.
     """
 
-    def __init__(self, head: Head, on_copy: Callable[[int], None]) -> None:
-        self.head = head
-        self.copied = False
+    def __init__(self, head: Head, exposed: bool, on_copy: Callable[[int], None]) -> None:
+        """
+        Args:
+            head: its operands are as they are when eager computes the logits.
+            exposed: whether others may write to the hidden states, so that they must be copied now.
+            on_copy: called with the bytes of each copy of a weight.
+        """
         self._on_copy = on_copy
         self._originals = {name: getattr(head, name) for name in ("input", "weight", "bias")}
         self._seals = {name: _Seal(t) for name, t in self._originals.items() if t is not None}
+        self._copies: dict[str, Tensor] = {"input": head.input.detach().clone()} if exposed else {}
+        cut_off: dict[str, Any] = {
+            name: t.detach() for name, t in self._originals.items() if t is not None and not t.requires_grad
+        }
+        self.head = replace(head, **cut_off)
         _watch_optimizers()
         with _lock:
             _unread.add(self)
 
-    def check(self) -> None:
-        """Raise ``FxfuseError`` if an operand is not what it was."""
+    def as_they_were(self) -> Head:
+        """The head with copies in the place of operands that have been copied: for values, not for gradients.
+
+        Raises:
+            StaleLogitsError: another operand is not what it was.
+        """
         for name, seal in self._seals.items():
-            how = seal.broken(self._originals[name])
+            how = "" if name in self._copies else seal.broken(self._originals[name])
             if how:
                 raise errors.stale_logits(name, how)
+        copies: dict[str, Any] = self._copies
+        return replace(self.head, **copies)
+
+    def are_copied(self) -> bool:
+        """Whether an operand was changed and there is a copy of it, through which no gradient flows."""
+        return any(self._seals[name].broken(self._originals[name]) for name in self._copies)
 
     def are_read(self) -> None:
         """From now on the logits exist: no copy is needed."""
@@ -99,22 +117,15 @@ class Operands:
             _unread.add(self)
 
     def keep(self, storages: set[int | None], copies: dict[int, Tensor]) -> None:
-        """Copy the weight and the bias if they lie in ``storages``, which are about to change."""
-        kept: dict[str, Any] = {}
-        for name in ("weight", "bias"):
+        """Copy the operands that lie in ``storages``, which are about to change."""
+        for name, seal in self._seals.items():
             tensor = self._originals[name]
-            if name not in self._seals or compat.storage(tensor) not in storages:
-                continue
-            if self._seals[name].broken(tensor):
-                continue  # too late; reading says so
+            if name in self._copies or compat.storage(tensor) not in storages or seal.broken(tensor):
+                continue  # what has changed already is too late to copy; reading says so
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor.detach().clone()
                 self._on_copy(copies[id(tensor)].nbytes)
-            kept[name] = copies[id(tensor)]
-            del self._seals[name]
-        if kept:
-            self.copied = True
-            self.head = replace(self.head, **kept)
+            self._copies[name] = copies[id(tensor)]
 
 
 @torch._dynamo.disable(

@@ -506,6 +506,19 @@ def _returned_after_write(s: World) -> Any:
     return z, x
 
 
+def _returned_after_data(s: World) -> Any:
+    z = F.linear(s.x.detach(), s.w.detach())
+    s.x.data = s.x.data * 2
+    return z, s.x.sum()
+
+
+def _grad_mode_inside(s: World) -> Any:
+    with torch.no_grad():
+        with torch.enable_grad():
+            z = s.z[:, 1:]
+        return z, s.x.detach() * 2
+
+
 # Logits that a graph returns, and what else it does with them is fused.
 DEFERRED: dict[str, Callable[[World], Any]] = {
     "returned": _returned,
@@ -516,6 +529,8 @@ DEFERRED: dict[str, Callable[[World], Any]] = {
     "returned_of_a_transposed_weight": lambda s: s.x @ s.w.t(),
     "returned_of_a_computed_weight": lambda s: F.linear(s.x, s.w * 2),
     "returned_under_no_grad": _no_grad_returned,
+    "returned_from_another_mode": _grad_mode_inside,
+    "returned_strided": lambda s: (s.z[:, :-1], s.zb.transpose(0, 1), s.z[:, 1]),
 }
 
 KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
@@ -527,6 +542,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "returned_transposed": ("returned", lambda s: s.z.mT),
     "returned_twice": ("returned", _returned_twice),
     "returned_after_write": ("returned", _returned_after_write),
+    "returned_after_data": ("returned", _returned_after_data),
     "returned_of_a_larger_weight": ("returned", lambda s: F.linear(s.x[0, :1], s.w * 2)),
     "probability_targets": (
         "probability_targets",

@@ -721,7 +721,8 @@ def test_a_step_copies_once_and_only_while_something_is_unread() -> None:
     assert copied.bytes % s.w.nbytes == 0 and "test_deferred.py:" in copied.where
     optimizer.step()
     assert copies() == before + 1, "the copy serves every step"
-    assert z._deferred.origin.operands.head.weight is other._deferred.origin.operands.head.weight
+    (mine, theirs) = (t._deferred.origin.operands.as_they_were().weight for t in (z, other))
+    assert mine is theirs and mine is not s.w
     del z, other
     gc.collect()
     optimizer.step()
@@ -920,6 +921,105 @@ def test_a_loss_in_another_compiled_function(backend: str) -> None:
             ce_of(eager(ids), labels).backward()
     assert_models_agree(ours, eager)
     assert not reads
+
+
+CONSUMERS: dict[str, Callable[[Tensor], Any]] = {
+    "classes": lambda z: z[..., 1] - z[..., 0],
+    "some_classes": lambda z: z[..., :10].sin(),
+    "mask": lambda z: z[z[..., 0] > -9].sum(),
+    "rows": lambda z: z[:, -1] * 1.0,
+    "softmax": lambda z: z[0].softmax(-1),
+    "loss": lambda z: ce_of(z.float(), batch()[1]) * 2,
+    "loss_and_entropy": lambda z: ce_of(z, batch()[1]) + (z.softmax(-1) * z.log_softmax(-1)).sum(),
+    "scaled_in_place": lambda z: ce_of(operator.itruediv(z * 1.0, 2.0), batch()[1]),
+}
+
+
+@pytest.mark.parametrize("backend", ["fxfuse", "aot_eager"])
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_what_another_compiled_function_does_with_them(name: str, backend: str) -> None:
+    """It runs in eager code, so that nothing of one call is built into the next."""
+    torch._dynamo.reset()
+    ours, eager = Model(), Model()
+    model = compiled(ours)
+    consume = compiled(CONSUMERS[name]) if backend == "fxfuse" else torch.compile(CONSUMERS[name], backend=backend)
+    for shift in range(3):
+        ids = batch()[0].roll(shift, 1)
+        mine, theirs = consume(model(ids)), CONSUMERS[name](eager(ids))
+        torch.testing.assert_close(mine, theirs)
+        mine.sum().backward()
+        theirs.sum().backward()
+    assert_models_agree(ours, eager)
+
+
+def test_a_consumer_compiled_as_one_graph_is_refused_with_a_way_out() -> None:
+    torch._dynamo.reset()
+    z = compiled(Model())(batch()[0])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"fxfuse\.defer_logits"):
+        torch.compile(lambda z: z.sin(), backend="eager", fullgraph=True)(z)
+
+
+def _head_with_frozen_weight_thawed(head: torch.nn.Linear, f: Any) -> Any:
+    """The discriminator of a GAN, frozen in the generator's turn."""
+    x = torch.ones(2, 4, requires_grad=True)
+    head.requires_grad_(False)
+    z = f(x)
+    head.requires_grad_(True)
+    F.cross_entropy(z, torch.tensor([1, 2])).backward()
+    return x.grad
+
+
+def _head_with_input_thawed(head: torch.nn.Linear, f: Any) -> Any:
+    x = torch.ones(2, 4)
+    z = f(x)
+    x.requires_grad_()
+    (F.cross_entropy(z, torch.tensor([1, 2])) + x.sum()).backward()
+    return x.grad
+
+
+def _head_in_another_mode(head: torch.nn.Linear, f: Any) -> Any:
+    with torch.no_grad():
+        z = f(torch.ones(2, 4))
+    return z * 1.0, torch.tensor(z.requires_grad)
+
+
+def _head_of_a_reused_buffer(head: torch.nn.Linear, f: Any) -> Any:
+    buffer, outs = torch.empty(2, 4), []
+    for value in range(3):
+        buffer.fill_(value)
+        outs.append(f(buffer))
+    buffer.numpy()[:] = 9
+    return [z * 1.0 for z in outs]
+
+
+def _head_of_a_parameter(head: torch.nn.Linear, f: Any) -> Any:
+    x = torch.nn.Parameter(torch.ones(2, 4))
+    z = f(x)
+    F.cross_entropy(z, torch.tensor([1, 2])).backward()
+    torch.optim.SGD([x], lr=0.1).step()
+    return z.detach() * 1.0, z.argmax(-1), x.grad
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(_head_with_frozen_weight_thawed, _head_with_input_thawed, _head_in_another_mode),
+        *(_head_of_a_reused_buffer, _head_of_a_parameter),
+    ],
+)
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_head_compiled_alone(program: Any, inner: str) -> None:
+    """The hidden states are the caller's, who may do anything to them."""
+    results = []
+    for ours in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        head = torch.nn.Linear(4, 20)
+        f = head
+        if program is _head_in_another_mode:
+            f = torch.enable_grad()(lambda x, head=head: head(x))
+        results.append((program(head, compiled(f, inner=inner) if ours else f), head.weight.grad, head.bias.grad))
+    torch.testing.assert_close(*results)
 
 
 def test_under_autocast(device: str) -> None:
