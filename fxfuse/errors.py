@@ -74,8 +74,8 @@ def stale_logits(operand: str, how: str) -> StaleLogitsError:
     return StaleLogitsError(
         "These logits of a compiled model were not computed, because nothing had read them; now that something does, "
         f"{names[operand]} of their projection cannot be used any more: {how}. Read them before that (`logits.amax()` "
-        f"does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been fine, but for logits that "
-        "are made inside of its closure.)"
+        f"does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been fine, but for logits "
+        "that are made inside of its closure.)"
     )
 
 
