@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
-from .algebra import ClassTensor, Logits, Reader, Statistics
+from .algebra import ClassTensor, Head, Logits, Reader, Statistics
 from .eager import EMIT, dense, pull_back
 from .lazy import Origin, State
 from .operands import Operands
@@ -299,10 +299,10 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                 if out is not deferred[0]:
                     _describe(out, cut_off(call, outcome))
                 return out
-        _check(deferred, call, outcome)
+        head = _head_for(deferred, call, outcome)
     except (Keep, _NotDeferred):
         return NotImplemented
-    return _read(deferred[0]._deferred.origin, call, outcome)
+    return _read(deferred[0]._deferred.origin, call, outcome, head)
 
 
 def _shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -342,8 +342,8 @@ def _describe(tensor: DeferredLogits, described: ClassTensor) -> None:
     tensor._deferred.described = described
 
 
-def _check(deferred: list[DeferredLogits], call: Call, reader: Reader) -> None:
-    """Refuse where a reader cannot be computed from the operands."""
+def _head_for(deferred: list[DeferredLogits], call: Call, reader: Reader) -> Head:
+    """The head to compute a reader from; refused where it cannot be computed from the operands."""
     operands = deferred[0]._deferred.origin.operands
     with torch._C.DisableTorchFunctionSubclass():
         claims = any(t.requires_grad for t in deferred)
@@ -352,20 +352,22 @@ def _check(deferred: list[DeferredLogits], call: Call, reader: Reader) -> None:
     for operand in reader.operands:
         if not compat.is_plain(operand) or operand.device != operands.head.input.device:
             call.keep("subclass")
-    if reader.source.requires_grad and torch.is_grad_enabled() and operands.are_copied():
-        call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
     try:
-        operands.as_they_were()
+        head = operands.as_they_were()
     except errors.StaleLogitsError:
         if all(t._deferred.is_built() for t in deferred):
             call.keep("operand_mutated", "something")
         raise
+    if not (reader.source.requires_grad and torch.is_grad_enabled()):
+        return head
+    if operands.are_copied():
+        call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
+    return operands.head
 
 
-def _read(origin: Origin, call: Call, reader: Reader) -> Tensor:
-    """What ``reader`` returns, by a fused op."""
+def _read(origin: Origin, call: Call, reader: Reader, head: Head) -> Tensor:
+    """What ``reader`` returns, by a fused op from the operands of ``head``."""
     grad = reader.source.requires_grad and torch.is_grad_enabled()
-    head = origin.operands.head if grad else origin.operands.as_they_were()
     source = replace(reader.source, head=head, requires_grad=grad)
     reader = replace(reader, source=source)
     key = (source.row_key(), source.scale, source.transform, grad)

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from . import compat
 from .algebra import ClassTensor, Emit, Logits
+from .deferred import DeferredLogits, Layout, defer
 from .eager import dense
 from .mutation import Timeline, storages
 from .report.records import Site
@@ -51,7 +52,6 @@ class Escape:
         input, weight, bias: where the operands are.
         layout: strides and offset of what eager returns; None if it is contiguous.
         exposed: whether something else has the memory of the hidden states: the caller, or another output.
-        transposed: whether the weight is ``[D, V]``.
     """
 
     positions: tuple[int, ...]
@@ -59,7 +59,7 @@ class Escape:
     input: _Argument | _Result
     weight: _Argument | _Result
     bias: _Argument | _Result | None
-    layout: tuple[tuple[int, ...], int] | None
+    layout: Layout | None
     exposed: bool
 
 
@@ -103,7 +103,7 @@ def _is_contiguous(node: Node) -> bool:
     return compat.same(example.storage_offset(), 0)
 
 
-def _layout(node: Node) -> tuple[tuple[int, ...], int] | None:
+def _layout(node: Node) -> Layout | None:
     """Strides and offset of what eager returns, where they are numbers and it is not contiguous."""
     example = node.meta["example_value"]
     strides, offset = tuple(example.stride()), example.storage_offset()
@@ -156,7 +156,6 @@ def restored(
         least: logits of fewer bytes are computed at once.
         memory: the option ``fxfuse.memory``.
     """
-    from .deferred import defer  # only where there is something to defer
 
     def call(*args: Any) -> list[Any]:
         results = list(run(*args))
@@ -192,6 +191,6 @@ def on_plain_tensors(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any) -> Any:
-        return run(*(arg.plain() if hasattr(arg, "_deferred") else arg for arg in args))
+        return run(*(arg.plain() if isinstance(arg, DeferredLogits) else arg for arg in args))
 
     return call
