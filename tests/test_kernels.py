@@ -206,7 +206,7 @@ def check_gradients(p: Problem, *, floor: float = 1.0, memory: int = 0) -> None:
         1.5 * error(e, r) + floor * GRADIENT_FLOOR[dtype] for e, r in zip(eager_gradients(p), want, strict=False)
     ]
     # The softmax adds up to one only with the lse of the very same products.
-    lse, _, _, _, residual = cuda.linear_stats(*p.operands, False, False, **options)
+    lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False, **options)
     got = cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, *needs, memory=memory, **options)
     for name, g, r, most in zip(("input", "weight", "bias"), got, want, allowed, strict=False):
         assert g.dtype == dtype
@@ -214,7 +214,7 @@ def check_gradients(p: Problem, *, floor: float = 1.0, memory: int = 0) -> None:
 
     loss, *got = cuda.linear_loss(*p.operands, *p.upstream, *needs, **options)
     want_loss, *want = reference.linear_loss(*exact.operands, *exact.upstream, *needs, **options)
-    lse, _, log_prob, class_sum, _ = reference.linear_stats(*exact.operands, p.want_class_sum, False, **options)
+    lse, _, log_prob, class_sum, *_ = reference.linear_stats(*exact.operands, p.want_class_sum, False, **options)
     pairs = zip(exact.upstream, (lse, log_prob, class_sum), strict=True)
     magnitude = sum(float((c * s).abs().nan_to_num(0, 0, 0).sum()) for c, s in pairs if c is not None)
     assert abs(float(loss) - float(want_loss)) <= STATS_BOUND * magnitude
@@ -488,7 +488,7 @@ def one_class_is_all_there_is(dtype: torch.dtype) -> None:
         else problem(40, 48, 1, dtype, bias=True, scale=3.0)
     )
     p.index[:] = 0
-    lse, picked, log_prob, _, residual = cuda.linear_stats(*p.operands, False, False)
+    lse, picked, log_prob, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
     assert picked.abs().max() > 8
     assert float(((lse.double() + residual.double()) - picked[:, 0].double()).abs().max()) < 4e-7
     assert float(log_prob.abs().max()) < 4e-7 and float(log_prob.max()) <= 0
@@ -684,7 +684,7 @@ def offsets_past_31_bits() -> None:
     p.w = torch.randn(vocab, hidden, device=DEVICE, dtype=torch.bfloat16).mul_(0.05)
     p.x = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
     p.index = torch.randint(vocab - 1000, vocab, (rows, 1), device=DEVICE)
-    lse, picked, _, _, residual = cuda.linear_stats(*p.operands, False, False)
+    lse, picked, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
     z = torch.cat([p.x.double() @ part.double().t() for part in p.w.split(65536)], 1)
     assert error(lse, z.logsumexp(1)) <= STATS_BOUND
     assert error(picked, z.gather(1, p.index)) <= STATS_BOUND

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers import (
     DTYPE_IDS,
     DTYPES,
+    FLOORS,
     SHAPES,
     LargestTensor,
     Problem,
@@ -30,9 +31,12 @@ from torch.library import opcheck
 import fxfuse  # noqa: F401
 from fxfuse import FxfuseError, ops
 from fxfuse.ops import chunked, cuda, reference
-from fxfuse.ops.contract import acc_dtype, stash_dtype
+from fxfuse.ops.contract import Upstream, acc_dtype, normalisation, stash_dtype
 
 STATISTICS = ("lse", "picked", "log_prob", "class_sum")
+# The optional ones, and where the differentiable statistics stand among all that the op returns.
+BOTH = {"want_entropy": True, "want_top": True}
+DIFFERENTIABLE = {"lse": 0, "picked": 1, "log_prob": 2, "class_sum": 3, "entropy": 5, "top": 6}
 inf, nan = float("inf"), float("nan")
 
 
@@ -65,6 +69,15 @@ def stats_of(z: Tensor, index: Tensor, class_weight: Tensor | None) -> tuple[Ten
     log_prob = torch.where(indexed, z.log_softmax(1).gather(1, at), 0.0)
     class_sum = (z if class_weight is None else z * class_weight.to(z.dtype)).sum(1)
     return z.logsumexp(1), picked, log_prob, class_sum
+
+
+def entropy_and_top(z: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = z.log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1), z.max(1).values
+
+
+def every_differentiable(out: tuple[Tensor, ...]) -> list[Tensor]:
+    return [out[i] for i in DIFFERENTIABLE.values()]
 
 
 # --- linear_stats ---------------------------------------------------------------------------------------------
@@ -112,13 +125,17 @@ def test_statistics_and_gradients_err_no_more_than_eager(
     )
 
 
-@pytest.mark.parametrize("read", STATISTICS)
-def test_each_statistic_alone_has_its_gradient(device: str, read: str) -> None:
+@pytest.mark.parametrize("columns", [0, 2])
+@pytest.mark.parametrize("read", DIFFERENTIABLE)
+def test_each_statistic_alone_has_its_gradient(device: str, read: str, columns: int) -> None:
     p = problem(9, 4, 13, torch.float64, device)
-    index, which = some_index(p, 2), STATISTICS.index(read)
+    index = some_index(p, 2)[:, :columns]
 
     def one(stats: Any) -> Callable[..., Tensor]:
-        return lambda *operands: stats(*operands, index, p.class_weight, 1.5, True, False)[which]
+        options = {"want_entropy": read == "entropy", "want_top": read == "top"}
+        return lambda *operands: stats(*operands, index, p.class_weight, 1.5, True, False, **options)[
+            DIFFERENTIABLE[read]
+        ]
 
     actual = value_and_grads(one(ops.linear_stats), p.input, p.weight, p.bias)
     expected = value_and_grads(one(reference.linear_stats), p.input, p.weight, p.bias)
@@ -188,6 +205,204 @@ def test_the_same_class_in_two_columns_counts_twice(device: str) -> None:
     _, twice = value_and_grads(picked(p.target, p.target), p.input)
     torch.testing.assert_close(twice, 2 * once)
     assert float(once.abs().sum()) > 0
+
+
+# --- entropy and top ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", ["", "tanh mul:3.0"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_entropy_and_top_err_no_more_than_eager(
+    device: str, shape: tuple[int, int, int], dtype: torch.dtype, transform: str
+) -> None:
+    """Beside all other statistics, with their gradients."""
+    p = problem(*shape, dtype, device)
+    index = some_index(p, 2)
+
+    def with_op(*operands: Tensor) -> Any:
+        out = ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, **BOTH, transform=transform)
+        return every_differentiable(out)
+
+    def with_eager(input: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        z = F.linear(input, weight, bias).to(acc_dtype(input.dtype)) * 0.5
+        z = z.tanh() * 3.0 if transform else z
+        return *stats_of(z, index, p.class_weight), *entropy_and_top(z)
+
+    operands = (p.input, p.weight, p.bias)
+    exact = value_and_grads(with_eager, *doubled(*operands))
+    at_least = max(floor(shape, dtype), 4e-6 if dtype == torch.float32 and shape[2] > 10000 else 0.0)
+    assert_no_worse_than_eager(
+        value_and_grads(with_op, *operands), value_and_grads(with_eager, *operands), exact, at_least
+    )
+
+
+@pytest.mark.parametrize("skip_unindexed", [False, True], ids=["every row", "skip"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_entropy_and_top_are_those_of_the_reference(
+    device: str, shape: tuple[int, int, int], dtype: torch.dtype, skip_unindexed: bool
+) -> None:
+    p = problem(*shape, dtype, device)
+    args = (p.input, p.weight, p.bias, some_index(p, 1), p.class_weight, 0.5, True, skip_unindexed)
+    plain, exact = ops.linear_stats(*args), reference.linear_stats(*doubled(*args), **BOTH)
+    assert all(t.shape == (0,) for t in plain[5:])
+    for options in ({"want_entropy": True}, {"want_top": True}, BOTH):
+        out = ops.linear_stats(*args, **options)
+        for a, e in zip(out[:5], plain[:5], strict=True):
+            torch.testing.assert_close(a, e)
+        for name, e, kept in zip(("entropy", "top", "argmax"), exact[5:], (5, 6, 7), strict=True):
+            a = out[kept]
+            if options.get("want_entropy" if name == "entropy" else "want_top"):
+                assert a.dtype == (torch.int64 if name == "argmax" else acc_dtype(dtype))
+                torch.testing.assert_close(
+                    a.to(e.dtype), e, **stats_tolerance(dtype), msg=lambda m, n=name: f"{n}: {m}"
+                )
+            else:
+                assert a.shape == (0,)
+    if skip_unindexed:
+        assert not any(bool(t[::3].any()) for t in out[5:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("gap", [8.0, 16.0, 20.0, 40.0])
+def test_the_entropy_of_a_nearly_certain_class_does_not_cancel(device: str, gap: float, dtype: torch.dtype) -> None:
+    """With a maximum of 1e3, lse - sum p z would be off by 1e-4; the entropies here are down to 3e-15."""
+    logits = torch.full((6, 17), 1024.0 - gap)
+    logits[:, 3] = 1024.0
+    # The sum of the exponentials is just above one: how it is rounded is luck, for eager too.
+    unit, entropy = torch.finfo(acc_dtype(dtype)).eps, float(entropy_and_top(logits[:1].double())[0])
+    check_row_entropies(logits, device, dtype, 2 * unit / entropy)
+
+
+def check_row_entropies(logits: Tensor, device: str, dtype: torch.dtype, luck: float = 0.0) -> None:
+    """Against eager; ``luck`` is an error that an entropy may always have."""
+    input, weight = exact_logits(logits, device, dtype)
+    index = torch.empty(len(logits), 0, dtype=torch.int64, device=device)
+
+    def with_op(input: Tensor, weight: Tensor) -> Any:
+        return ops.linear_stats(input, weight, None, index, None, 1.0, False, False, **BOTH)[5:7]
+
+    def with_eager(input: Tensor, weight: Tensor) -> Any:
+        return entropy_and_top((input @ weight.t()).to(acc_dtype(input.dtype)))
+
+    exact = value_and_grads(with_eager, input.double(), weight.double())
+    at_least = 1e-12 if dtype == torch.float64 else FLOORS[dtype]
+    answers = value_and_grads(with_op, input, weight), value_and_grads(with_eager, input, weight), exact
+    assert_no_worse_than_eager(*([entropy] for entropy, *_ in answers), max(luck, at_least))
+    assert_no_worse_than_eager(*(rest for _, *rest in answers), at_least)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_entropies_of_huge_logits(device: str, dtype: torch.dtype) -> None:
+    logits = torch.tensor([[8192.0, 8200.0, 8184.0, -8192.0], [-8192.0, -8200.0, -8192.0, -8208.0]]).repeat(4, 9)
+    check_row_entropies(logits, device, dtype)
+    check_row_entropies(torch.zeros(3, 17).index_fill(1, torch.tensor([5]), 4096.0), device, dtype)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *([-inf, 1.0, 2.0], [-inf, -inf, -inf], [inf, 1.0, 2.0], [inf, -inf, inf], [nan, 1.0, 2.0], [1.0, nan, inf]),
+        *([1.0, 2.0, nan], [nan, nan, nan], [-inf, nan, -inf], [0.0, 0.0, 0.0], [-0.0, 0.0, -1.0], [1.0, 2.0, 2.0]),
+    ],
+    ids=str,
+)
+def test_entropy_and_top_of_rows_that_are_not_finite_or_tied(device: str, row: list[float]) -> None:
+    """As eager has them: 0 * -inf is NaN."""
+    bias = torch.tensor(row, device=device)
+    input, weight = torch.zeros(2, 4, device=device), torch.ones(3, 4, device=device)
+    index = torch.tensor([[0, 1], [2, 0]], device=device)
+    entropy, top, argmax = ops.linear_stats(input, weight, bias, index, None, 1.0, False, False, **BOTH)[5:]
+    z = bias.expand(2, 3)
+    want_entropy, _ = entropy_and_top(z)
+    want_top, want_argmax = z.max(1)
+    exact = {"equal_nan": True, "rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(entropy, want_entropy, **exact)
+    torch.testing.assert_close(top, want_top, **exact)
+    assert torch.equal(argmax, want_argmax)
+
+
+def test_the_top_of_many_equal_logits_is_the_lowest_class(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-2, 3, (40, 3001), generator=generator).float()
+    input, weight = exact_logits(logits, device, torch.float32)
+    index = torch.empty(40, 0, dtype=torch.int64, device=device)
+    leaves = [input.requires_grad_(), weight.requires_grad_()]
+    *_, top, argmax = ops.linear_stats(*leaves, None, index, None, 1.0, False, False, want_top=True)
+    want = (logits.to(device) == 2).int().argmax(1)
+    assert torch.equal(argmax, want) and bool((top == 2).all())
+    assert not argmax.requires_grad
+    _, d_weight = torch.autograd.grad(top.sum(), leaves)
+    assert torch.equal(d_weight.t(), torch.zeros_like(weight.t()).scatter_(1, want[:, None], 1.0))
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_a_row_whose_entropy_counts_for_nothing_contributes_nothing(device: str, bad: float) -> None:
+    p = problem(10, 8, 21, device=device)
+    index = p.target[:, None]
+    counted = [i for i in range(10) if i not in (2, 7)]
+    poisoned = p.input.clone()
+    poisoned[[2, 7]] = bad
+
+    def run(input: Tensor, rows: list[int]) -> list[Tensor]:
+        def total(*operands: Tensor) -> Tensor:
+            out = ops.linear_stats(*operands, index[: len(input)], None, 1.0, False, False, **BOTH)
+            return out[5][rows].square().sum() + out[6][rows].sum()
+
+        return value_and_grads(total, input, p.weight, p.bias)
+
+    value, d_input, d_weight, d_bias = run(poisoned, counted)
+    assert not d_input[[2, 7]].any()
+    without = run(p.input[counted], list(range(8)))
+    for a, e in zip((value, d_input[counted], d_weight, d_bias), without, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+def test_an_entropy_with_a_gradient_keeps_an_otherwise_idle_row() -> None:
+    zero, one = torch.zeros(3), torch.tensor([0.0, 1.0, 0.0])
+    assert Upstream(zero, zero[:, None], None, one).nonzero().tolist() == [False, True, False]
+    assert Upstream(zero, zero[:, None], one, zero).nonzero().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0, 100.0])
+@pytest.mark.parametrize("vocab", [1, 2, 3, 1000])
+def test_the_bound_of_float16_gradients_holds_for_entropies(vocab: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    log_p = (torch.randn(50, vocab, generator=generator) * spread).log_softmax(1)
+    g_lse, g_entropy = torch.randn(2, 50, generator=generator) * torch.logspace(-6, 5, 50)
+    entropy, _ = entropy_and_top(log_p)
+    dz = g_lse[:, None] * log_p.exp() - g_entropy[:, None] * log_p.exp() * (log_p + entropy[:, None])
+    entropy[7] = nan  # a row that is not finite does not count
+    up = Upstream(g_lse, torch.zeros(50, 0), None, g_entropy)
+    factor, undo = normalisation(up, None, 1.0, entropy)
+    largest = (dz * factor)[torch.arange(50) != 7].abs().max()
+    assert largest < 2.0**15
+    if vocab == 2 and spread == 1.0:  # nor is it far above
+        assert largest > 2.0**12
+    assert float(factor * undo) == 1.0
+
+
+@pytest.mark.parametrize("memory", [3 * 4 * 23 * 4, 1])
+def test_entropies_keep_within_the_memory_of_buffers(device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    p = problem(40, 2, 23, device=device)
+    index = some_index(p, 1)
+    head = (p.input, p.weight, p.bias, index, None, 1.0)
+    g = torch.ones_like(p.input[:, 0])
+    whole = chunked.linear_stats(*head, False, False, **BOTH)
+    with LargestTensor() as spy:
+        out = chunked.linear_stats(*head, False, False, **BOTH, memory=memory)
+        grads = chunked.linear_stats_backward(
+            *head, out[0], out[4], g, g[:, None], None, True, True, True, entropy=out[5], g_entropy=g, memory=memory
+        )
+    assert spy.elements <= max(memory // 3 // 4, p.input.numel())
+    want = reference.linear_stats_backward(
+        *doubled(*head), *doubled(whole[0], whole[4], g, g[:, None]), None, True, True, True,
+        entropy=whole[5].double(), g_entropy=g.double(),
+    )  # fmt: skip
+    for a, e in zip((*out, *grads), (*whole, *want), strict=True):
+        torch.testing.assert_close(a.to(e.dtype), e, rtol=1e-5, atol=1e-5)
 
 
 # --- linear_loss ----------------------------------------------------------------------------------------------
@@ -634,6 +849,11 @@ def test_gradcheck_of_linear_stats(device: str, class_weight: bool) -> None:
     leaves = [t.requires_grad_() for t in (p.input, p.weight, p.bias)]
     assert torch.autograd.gradcheck(lambda x, w, b: ops.linear_stats(x, w, b, index, c, -0.7, True, False)[:4], leaves)
 
+    def with_both(*operands: Tensor) -> list[Tensor]:
+        return every_differentiable(ops.linear_stats(*operands, index, c, -0.7, True, False, **BOTH))
+
+    assert torch.autograd.gradcheck(with_both, leaves)
+
 
 def test_gradcheck_of_linear_loss(device: str) -> None:
     p = problem(4, 3, 5, torch.float64, device)
@@ -646,7 +866,7 @@ def test_gradcheck_of_linear_loss(device: str) -> None:
     assert torch.autograd.gradcheck(loss, leaves)
 
 
-@pytest.mark.parametrize("op", ["loss", "stats"])
+@pytest.mark.parametrize("op", ["loss", "stats", "entropy", "top"])
 def test_a_second_backward_through_a_retained_graph(device: str, op: str) -> None:
     p = problem(7, 4, 11, torch.float64, device)
     index, *c = loss_arguments(p, 1)
@@ -654,7 +874,8 @@ def test_a_second_backward_through_a_retained_graph(device: str, op: str) -> Non
     if op == "loss":
         loss = ops.linear_loss(*leaves, index, None, 1.0, *c, True, True, True)[0]
     else:
-        loss = ops.linear_stats(*leaves, index, None, 1.0, False, False)[2].square().sum()
+        read = {"stats": 2, "entropy": 5, "top": 6}[op]
+        loss = ops.linear_stats(*leaves, index, None, 1.0, False, False, **BOTH)[read].square().sum()
     first = torch.autograd.grad(loss, leaves, torch.tensor(-3.0).to(loss), retain_graph=True)
     second = torch.autograd.grad(loss, leaves, torch.tensor(6.0).to(loss), retain_graph=True)
     third = torch.autograd.grad(loss, leaves, torch.tensor(-3.0).to(loss))
@@ -672,6 +893,8 @@ def test_what_has_no_derivative_is_refused(device: str) -> None:
     for loss in (
         ops.linear_loss(input, p.weight, None, index, None, 1.0, *c, *made)[0],
         ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False)[0].sum(),
+        ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False, want_entropy=True)[5].sum(),
+        ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False, want_top=True)[6].sum(),
     ):
         with pytest.raises(FxfuseError, match="second derivative"):
             torch.autograd.grad(loss, input, create_graph=True)
@@ -703,6 +926,8 @@ def test_opcheck(device: str, op: str, grad: bool, dtype: torch.dtype) -> None:
         needs = (grad, grad, grad and bias is not None)
         if op == "linear_stats":
             opcheck(ops.linear_stats, (*shared, bias is not None, True))
+            opcheck(ops.linear_stats, (*shared, bias is not None, False), {**BOTH, "transform": "tanh"})
+            opcheck(ops.linear_stats, (*shared, False, True), {"want_top": True, "memory": 1 << 20})
         elif op == "linear_loss":
             opcheck(ops.linear_loss, (*shared, c_lse, c_log_prob, None if bias is None else c_class_sum, *needs))
         else:
@@ -710,6 +935,8 @@ def test_opcheck(device: str, op: str, grad: bool, dtype: torch.dtype) -> None:
             lse = ops.linear_stats(*plain, False, False)[0]
             g = (c_lse, c_log_prob, None if bias is None else c_class_sum)
             opcheck(ops.linear_stats_backward, (*plain, lse, lse * 0, *g, *needs))
+            entropies = {"entropy": lse * 0 + 1, "g_entropy": c_lse}
+            opcheck(ops.linear_stats_backward, (*plain, lse, lse * 0, *g, *needs), entropies)
 
 
 @pytest.mark.parametrize("ignore_index", [None, 2])
@@ -740,16 +967,24 @@ def test_chunk_boundaries_do_not_show(device: str, chunks: tuple[int, int], dtyp
     head = (p.input, p.weight, p.bias, index, p.class_weight, 0.5)
     needs = (True, True, True)
     for skip in (False, True):
-        actual = chunked.linear_stats(*head, True, skip)
-        expected = reference.linear_stats(*doubled(*head), True, skip)
+        actual = chunked.linear_stats(*head, True, skip, **BOTH)
+        expected = reference.linear_stats(*doubled(*head), True, skip, **BOTH)
         for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a.double(), e, **stats_tolerance(dtype))
+            torch.testing.assert_close(a.to(e.dtype), e, **stats_tolerance(dtype))
     rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": stats_tolerance(dtype)["atol"] * 10}
     exact_lse = reference.linear_stats(*doubled(*head), True, False)[0]
-    actual = chunked.linear_stats_backward(*head, exact_lse.to(c[0].dtype), torch.zeros_like(c[0]), *c, *needs)
-    expected = reference.linear_stats_backward(*doubled(*head), exact_lse, exact_lse * 0, *doubled(*c), *needs)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, **rounding)
+    exact_entropy = reference.linear_stats(*doubled(*head), True, False, **BOTH)[5]
+    for g in (None, upstream(c[0]).roll(1)):
+        arguments = exact_lse, exact_lse * 0, *c, *needs, exact_entropy, g
+        actual, expected = (
+            module.linear_stats_backward(*given[:6], *given[6:-2], entropy=given[-2], g_entropy=given[-1])
+            for module, given in (
+                (chunked, (*head, *(t.to(c[0].dtype) if isinstance(t, Tensor) else t for t in arguments))),
+                (reference, doubled(*head, *arguments)),
+            )
+        )
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a.double(), e, **rounding)
     actual = chunked.linear_loss(*head, *c, *needs)
     expected = reference.linear_loss(*doubled(*head), *doubled(*c), *needs)
     for a, e in zip(actual, expected, strict=True):
@@ -844,7 +1079,7 @@ def test_the_residual_is_what_rounding_took_from_lse(shift: float, device: str) 
     p = problem(9, 16, 101, device=device)
     bias = p.bias * 0 + shift
     index = p.target[:, None]
-    lse, *_, residual = ops.linear_stats(p.input, p.weight, bias, index, None, 1.0, False, False)
+    lse, _, _, _, residual, *_ = ops.linear_stats(p.input, p.weight, bias, index, None, 1.0, False, False)
     # The logits themselves are float32: take them as they are, and only what is made of them as exact.
     z = (p.input @ p.weight.t() + bias).double()
     exact = z.logsumexp(1)

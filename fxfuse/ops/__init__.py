@@ -30,10 +30,12 @@ _NEEDS = "bool need_input, bool need_weight, bool need_bias"
 
 for _schema in (
     "check_index(Tensor index, SymInt vocab, int? ignore_index) -> Tensor",
-    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed, *,"
-    " str transform='', int memory=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed, *, bool want_entropy=False,"
+    " bool want_top=False, str transform='', int memory=0)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
-    f" Tensor? g_class_sum, {_NEEDS}, *, str transform='', int memory=0) -> (Tensor, Tensor, Tensor)",
+    f" Tensor? g_class_sum, {_NEEDS}, *, Tensor? entropy=None, Tensor? g_entropy=None, str transform='',"
+    " int memory=0) -> (Tensor, Tensor, Tensor)",
     f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS},"
     " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
     f"linear_loss_exponentials({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, *,"
@@ -62,7 +64,8 @@ def _guarded(op: str, device: str, implementation: Any) -> Any:
     """
 
     def run(*args: Any, **options: Any) -> Any:
-        if forward_ad_active() and any(isinstance(a, Tensor) and unpack_dual(a).tangent is not None for a in args):
+        given = (*args, *options.values())
+        if forward_ad_active() and any(isinstance(a, Tensor) and unpack_dual(a).tangent is not None for a in given):
             raise errors.no_forward_mode(op)
         if not torch.is_autocast_enabled(device):
             return implementation(*args, **options)
@@ -120,11 +123,19 @@ def _check_index_fake(index: Tensor, vocab: int, ignore_index: int | None) -> Te
 
 @torch.library.register_fake("fxfuse::linear_stats", lib=_lib)
 def _linear_stats_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *rest: Any, **_: Any
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    *rest: Any,
+    want_entropy: bool = False,
+    want_top: bool = False,
+    **_: Any,
 ) -> tuple[Tensor, ...]:
-    rows, acc, want_class_sum = input.shape[0], acc_dtype(input.dtype), rest[2]
-    shapes = ((rows,), index.shape, index.shape, (rows,) if want_class_sum else (0,), (rows,))
-    return tuple(input.new_empty(shape, dtype=acc) for shape in shapes)
+    rows, acc, want_class_sum = input.shape[:1], acc_dtype(input.dtype), rest[2]
+    class_sum, entropy, top = (rows if want else (0,) for want in (want_class_sum, want_entropy, want_top))
+    shapes = (rows, index.shape, index.shape, class_sum, rows, entropy, top)
+    return *(input.new_empty(shape, dtype=acc) for shape in shapes), input.new_empty(top, dtype=torch.int64)
 
 
 def _gradients_fake(
@@ -185,9 +196,11 @@ def _stats_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
     input, weight, bias, index, class_weight, scale, want_class_sum, _ = inputs
     _refuse_differentiable(ctx, {4: "class_weight"}, "linear_stats")
     ctx.set_materialize_grads(False)
-    ctx.scale, ctx.want_class_sum, ctx.options = scale, want_class_sum, keyword_only_inputs
-    ctx.save_for_backward(input, weight, bias, index, class_weight, output[0], output[4])
-    ctx.mark_non_differentiable(output[4])
+    ctx.scale, ctx.want_class_sum, ctx.options = scale, want_class_sum, dict(keyword_only_inputs)
+    ctx.want_entropy, ctx.want_top = ctx.options.pop("want_entropy"), ctx.options.pop("want_top")
+    lse, _, _, _, residual, entropy, _, argmax = output
+    ctx.save_for_backward(input, weight, bias, index, class_weight, lse, residual, entropy, argmax)
+    ctx.mark_non_differentiable(residual, argmax)
 
 
 def _stats_backward(
@@ -197,12 +210,17 @@ def _stats_backward(
     g_log_prob: Tensor | None,
     g_class_sum: Tensor | None,
     g_residual: None,
+    g_entropy: Tensor | None,
+    g_top: Tensor | None,
+    g_argmax: None,
 ) -> tuple[Any, ...]:
     _refuse_second_order("linear_stats")
-    input, weight, bias, index, class_weight, lse, residual = ctx.saved_tensors
+    input, weight, bias, index, class_weight, lse, residual, entropy, argmax = ctx.saved_tensors
     nothing = (None,) * 5
     g_class_sum = g_class_sum if ctx.want_class_sum else None
-    if g_lse is None and g_picked is None and g_log_prob is None and g_class_sum is None:
+    g_entropy = g_entropy if ctx.want_entropy else None
+    g_top = g_top if ctx.want_top else None
+    if all(g is None for g in (g_lse, g_picked, g_log_prob, g_class_sum, g_entropy, g_top)):
         return None, None, None, *nothing
     g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
     g_picked = torch.zeros(index.shape, dtype=lse.dtype, device=lse.device) if g_picked is None else g_picked
@@ -210,10 +228,13 @@ def _stats_backward(
         g_log_prob = torch.where(index >= 0, g_log_prob, 0.0)
         g_lse = g_lse - g_log_prob.sum(1)
         g_picked = g_picked + g_log_prob
+    if g_top is not None:  # top is the logit at argmax
+        index = torch.cat((index, argmax[:, None]), 1)
+        g_picked = torch.cat((g_picked, g_top[:, None]), 1)
     needs = ctx.needs_input_grad[:3]
     grads = linear_stats_backward(
         input, weight, bias, index, class_weight, ctx.scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
-        **ctx.options,
+        entropy=None if g_entropy is None else entropy, g_entropy=g_entropy, **ctx.options,
     )  # fmt: skip
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), *nothing
 

@@ -69,32 +69,67 @@ class _RowStats(NamedTuple):
     picked: Tensor
     log_prob: Tensor
     class_sum: Tensor | None
-    total: Tensor  # sum of what the logits were overwritten with
+    entropy: Tensor | None
+    top: Tensor
+    argmax: Tensor | None
 
 
-def _exponentiate(z: Tensor, index: Tensor, class_weight: Tensor | None, want_class_sum: bool) -> _RowStats:
-    """The statistics of the logits ``z``, which are overwritten with their shifted exponentials."""
+class _Softmax(NamedTuple):
+    exponentials: Tensor  # [C, V]: of the shifted logits, in their memory unless these are wanted too
+    total: Tensor  # [C]: their sums
+    shifted: Tensor | None  # [C, V]: logits less their maximum, if the entropy is wanted
+    mean: Tensor | None  # [C]: of the shifted logits under the softmax
+
+
+# Of the size of the logits, while a chunk with entropies is worked on: logits, exponentials, their product.
+ENTROPY_BUFFERS = 3
+
+
+def _exponentiate(
+    z: Tensor,
+    index: Tensor,
+    class_weight: Tensor | None,
+    want_class_sum: bool,
+    want_entropy: bool = False,
+    want_top: bool = False,
+) -> tuple[_RowStats, _Softmax]:
+    """The statistics of the logits ``z``, which are overwritten, and the softmax of which they are made."""
     indexed = index >= 0
     picked = torch.where(indexed, z.gather(1, index.clamp(min=0)), 0.0)
     class_sum = None
     if want_class_sum:
         class_sum = z.sum(1) if class_weight is None else torch.mv(z, class_weight)
-    top = z.amax(1)
+    top, argmax = z.max(1) if want_top else (z.amax(1), None)
     # A shift by an infinite maximum would give NaN where logsumexp is plainly infinite.
     shift = torch.where(top.isinf(), 0.0, top)
-    total = z.sub_(shift[:, None]).exp_().sum(1)
+    z.sub_(shift[:, None])
+    e = z.exp() if want_entropy else z.exp_()
+    total = e.sum(1)
     # top - top is NaN for an infinite maximum, where log_softmax is NaN too.
     log_prob = (picked - top[:, None]) - (total.log() + (top - top))[:, None]
     lse = shift + total.log()
     residual = (shift - lse + total.log()).nan_to_num_(0.0)
-    return _RowStats(lse, residual, picked, torch.where(indexed, log_prob, 0.0), class_sum, total)
+    entropy = mean = None
+    if want_entropy:
+        mean = (e * z).sum(1) / total
+        entropy = total.log() - mean
+    log_prob = torch.where(indexed, log_prob, 0.0)
+    return (
+        _RowStats(lse, residual, picked, log_prob, class_sum, entropy, top, argmax),
+        _Softmax(e, total, z if want_entropy else None, mean),
+    )
 
 
-def _to_gradient(
-    e: Tensor, slope: Tensor | None, total: Tensor, index: Tensor, class_weight: Tensor | None, up: Upstream
-) -> Tensor:
-    """Turn exponentials with row sums ``total`` into the gradient of what was transformed, in place."""
-    e.mul_((up.lse / total)[:, None])
+def _to_gradient(p: _Softmax, slope: Tensor | None, index: Tensor, class_weight: Tensor | None, up: Upstream) -> Tensor:
+    """Turn exponentials into the gradient of what was transformed, in place."""
+    e = p.exponentials
+    if up.entropy is None:
+        e.mul_((up.lse / p.total)[:, None])
+    else:
+        assert p.shifted is not None and p.mean is not None
+        # log p + H is how far a logit lies above their mean: m and log s, which both have, are gone from it.
+        g = p.shifted.sub_(p.mean[:, None]).mul_(-up.entropy[:, None]).add_(up.lse[:, None])
+        e.mul_(g.div_(p.total[:, None]))
     e.scatter_add_(1, index.clamp(min=0), torch.where(index >= 0, up.picked, 0.0))
     if up.class_sum is not None:
         c = e.new_ones(()) if class_weight is None else class_weight
@@ -140,9 +175,9 @@ class _Chunk:
 
 
 def _chunks(
-    head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None, want_slope: bool, memory: int
+    head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None, want_slope: bool, memory: int, buffers: int
 ) -> Iterator[_Chunk]:
-    """The logits of the ``wanted`` rows (a [N] mask; None for all), chunk by chunk.
+    """The logits of the ``wanted`` rows (a [N] mask; None for all), chunk by chunk: so many that ``buffers`` fit.
 
     On a CPU unwanted rows are left out. Elsewhere counting them would wait for the device: all rows come.
     """
@@ -151,7 +186,7 @@ def _chunks(
         active = wanted.nonzero()[:, 0]
         input, index = input[active], index[active]
     rows, vocab = input.shape[0], head.weight.shape[0]
-    most = min(CHUNK_BYTES, memory or CHUNK_BYTES)
+    most = min(CHUNK_BYTES, memory or CHUNK_BYTES) // buffers
     step = max(MIN_CHUNK_ROWS, most // max(1, vocab * head.acc.itemsize))
     # Equal chunks: a short last one would waste a product.
     step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
@@ -173,9 +208,11 @@ def linear_stats(
     want_class_sum: bool,
     skip_unindexed: bool,
     *,
+    want_entropy: bool = False,
+    want_top: bool = False,
     transform: str = "",
     memory: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     head = _Head.of(input, weight, bias, scale, transform)
     rows = input.shape[0]
     c = None if class_weight is None else class_weight.to(head.acc)
@@ -184,19 +221,26 @@ def linear_stats(
     picked = input.new_zeros(index.shape, dtype=head.acc)
     log_prob = input.new_zeros(index.shape, dtype=head.acc)
     class_sum = gradient_or_none((rows,), input, head.acc, want_class_sum)
+    entropy = gradient_or_none((rows,), input, head.acc, want_entropy)
+    top = gradient_or_none((rows,), input, head.acc, want_top)
+    argmax = gradient_or_none((rows,), input, torch.int64, want_top)
     wanted = (index >= 0).any(1) if skip_unindexed else None
-    for chunk in _chunks(head, input, index, wanted, want_slope=False, memory=memory):
-        stats = _exponentiate(chunk.z, chunk.index, c, want_class_sum)
+    buffers = ENTROPY_BUFFERS if want_entropy else 1
+    for chunk in _chunks(head, input, index, wanted, want_slope=False, memory=memory, buffers=buffers):
+        stats, _ = _exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy, want_top)
         lse[chunk.at], residual[chunk.at] = stats.lse, stats.residual
         picked[chunk.at], log_prob[chunk.at] = stats.picked, stats.log_prob
         if stats.class_sum is not None:
             class_sum[chunk.at] = stats.class_sum
+        if stats.entropy is not None:
+            entropy[chunk.at] = stats.entropy
+        if stats.argmax is not None:
+            top[chunk.at], argmax[chunk.at] = stats.top, stats.argmax
     if wanted is not None:
-        lse.masked_fill_(~wanted, 0)
-        residual.masked_fill_(~wanted, 0)
-        if want_class_sum:
-            class_sum.masked_fill_(~wanted, 0)
-    return lse, picked, log_prob, class_sum, residual
+        for one in (lse, residual, class_sum, entropy, top, argmax):
+            if one.shape == wanted.shape:  # not those that nobody asked for
+                one.masked_fill_(~wanted, 0)
+    return lse, picked, log_prob, class_sum, residual, entropy, top, argmax
 
 
 def linear_loss(
@@ -249,10 +293,12 @@ def linear_stats_backward(
     need_weight: bool,
     need_bias: bool,
     *,
+    entropy: Tensor | None = None,
+    g_entropy: Tensor | None = None,
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    up = Upstream(g_lse, g_picked, g_class_sum)
+    up = Upstream(g_lse, g_picked, g_class_sum, g_entropy)
     head = _Head.of(input, weight, bias, scale, transform)
     grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
     _sweep(head, input, index, class_weight, up, up.nonzero(), grads, None, memory)
@@ -273,14 +319,16 @@ def _sweep(
 ) -> None:
     """One pass over the wanted rows: show ``see`` their statistics, then add their gradients to ``grads``."""
     c = None if class_weight is None else class_weight.to(head.acc)
-    for chunk in _chunks(head, input, index, wanted, want_slope=grads.any(), memory=memory):
-        stats = _exponentiate(chunk.z, chunk.index, c, see is not None and up.class_sum is not None)
+    want_class_sum, want_entropy = see is not None and up.class_sum is not None, up.entropy is not None
+    buffers = ENTROPY_BUFFERS if want_entropy else 1
+    for chunk in _chunks(head, input, index, wanted, want_slope=grads.any(), memory=memory, buffers=buffers):
+        stats, softmax = _exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy)
         if see is not None:
             see(chunk.at, stats)
         if not grads.any():
             continue
         here = Upstream(*(None if g is None else g[chunk.at] * head.scale for g in up))  # type: ignore[arg-type]
-        dz = _to_gradient(chunk.z, chunk.slope, stats.total, chunk.index, c, here)
+        dz = _to_gradient(softmax, chunk.slope, chunk.index, c, here)
         rows = chunk.rows
         if wanted.device.type != "cpu":
             # Zero times a NaN in the hidden states of an unwanted row would still reach the weight.

@@ -18,23 +18,41 @@ pointwise function f, ``transform`` (see ``fxfuse.transform``; the identity unle
 ``residual``            [N]      what rounding took from ``lse``: their sum is the log-sum-exp to about twice the
                                  precision. exp(z - lse) is off by as much as lse is, which at logits of some
                                  thousands is 5e-4 in float32, so the backward wants both. Not differentiable
+``entropy``             [N]      ``-sum_j p_ij log p_ij`` of the softmax p, evaluated as ``log s - t / s`` with
+                                 ``m = max_j z_ij``, ``s = sum_j exp(z_ij - m)``,
+                                 ``t = sum_j (z_ij - m) exp(z_ij - m)``: neither term is negative, so
+                                 nothing cancels where one class is nearly certain. NaN, as eager's ``0 * -inf`` gives,
+                                 in a row with a logit of -inf or with a maximum that is not finite; an empty
+                                 tensor unless asked for
+``top``                 [N]      ``max_j z_ij``, NaN in a row with a NaN; an empty tensor unless asked for
+``argmax``              [N]      int64: where ``top`` is, as ``torch.max`` has it: the lowest of equals, the first NaN
+                                 if there is one. Comes with ``top``. Not differentiable
 ======================  =======  ===========================================================================
 
-All of these, and every coefficient and upstream gradient, are in the accumulation dtype: float64 for float64
-operands, float32 for everything else.  ``index`` is int64 with entries in [0, V) or -1 for "none here":
-``fxfuse::check_index`` makes it so, and an implementation must not touch foreign memory if it is not so.
+All of these but ``argmax``, and every coefficient and upstream gradient, are in the accumulation dtype: float64 for
+float64 operands, float32 for everything else.  A call that skips rows without an index gives them zeros throughout.
+``index`` is int64 with entries in [0, V) or -1 for "none here": ``fxfuse::check_index`` makes it so, and an
+implementation must not touch foreign memory if it is not so.
 
-Every statistic is linear in z but ``lse``, whose gradient is the softmax p.  So for upstream gradients
-``g_lse [N]``, ``g_picked [N, K]`` and ``g_class_sum [N]`` the gradient of the logits is
+Every statistic is linear in z but ``lse``, ``entropy`` and ``top``.  The gradient of ``lse`` is the softmax p.  With
+``log p_ij = z_ij - lse_i``, the entropy is ``H = lse - sum_k p_k z_k``, and ``dp_k / dz_j = p_k ([j = k] - p_j)``, so
 
-    dz_ij = g_lse_i p_ij + sum_k g_picked_ik [j = index_ik] + g_class_sum_i c_j
+    dH / dz_j = p_j - p_j - p_j (z_j - sum_k p_k z_k) = -p_j (log p_j + H)
+
+which is evaluated as it stands on the right, with the residual in log p: both summands are small where one class is
+nearly certain.  ``top`` is the logit at ``argmax``, which receives its gradient: to a backward it is one more indexed
+class.  So for upstream gradients ``g_lse [N]``, ``g_picked [N, K]``, ``g_class_sum [N]`` and ``g_entropy [N]`` the
+gradient of the logits is
+
+    dz_ij = g_lse_i p_ij + sum_k g_picked_ik [j = index_ik] + g_class_sum_i c_j - g_entropy_i p_ij (log p_ij + H_i)
 
 and with ``du = dz * f'(u) * scale``, ``d_input = du @ weight``, ``d_weight = du.T @ input``, ``d_bias = du.sum(0)``.
-A row whose three upstream gradients are all zero contributes exactly zero, whatever its logits are.
+A row whose upstream gradients are all zero contributes exactly zero, whatever its logits are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,17 +96,21 @@ class Operands:
 class Upstream(NamedTuple):
     """The gradient that each statistic receives (or the coefficients of a loss that is linear in them).
 
-    In the accumulation dtype: ``lse [N]``, ``picked [N, K]`` and ``class_sum [N]`` or None.
+    In the accumulation dtype: ``lse [N]``, ``picked [N, K]``, ``class_sum [N]`` or None, ``entropy [N]`` or None.
     """
 
     lse: Tensor
     picked: Tensor
     class_sum: Tensor | None
+    entropy: Tensor | None = None
 
     def nonzero(self) -> Tensor:
         """The rows that contribute anything, [N] bool."""
         rows = (self.lse != 0) | (self.picked != 0).any(1)
-        return rows if self.class_sum is None else rows | (self.class_sum != 0)
+        for g in (self.class_sum, self.entropy):
+            if g is not None:
+                rows = rows | (g != 0)
+        return rows
 
 
 def weighted(c: Tensor, s: Tensor) -> Tensor:
@@ -96,16 +118,22 @@ def weighted(c: Tensor, s: Tensor) -> Tensor:
     return torch.where(c == 0, 0.0, c * s).sum()
 
 
-def normalisation(up: Upstream, class_weight: Tensor | None, steepest: float) -> tuple[Tensor, Tensor]:
+def normalisation(
+    up: Upstream, class_weight: Tensor | None, steepest: float, entropy: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """A power of two that brings the finite gradients of the logits below 2**15, and its inverse, ``[1]`` float32 each.
 
-    ``steepest`` bounds what the gradients of the logits are multiplied by on their way to the product.
+    ``entropy [N]`` is the statistic itself, where ``up`` has a gradient for it.  ``steepest`` bounds
+    what the gradients of the logits are multiplied by on their way to the product.
     They then fit float16 with the largest near the top, so that small probabilities times small coefficients keep their
     bits. Nothing is read by the host.
     """
     rows = up.lse.abs() + up.picked.abs().sum(1)
     if up.class_sum is not None:
         rows = rows + up.class_sum.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
+    if up.entropy is not None and entropy is not None:
+        # p (log p + H) lies between the least p log p, which is -1/e, and H.
+        rows = rows + up.entropy.abs() * entropy.clamp(min=1 / math.e)
     bound = torch.where(rows.isfinite(), rows, 0.0).amax(0, keepdim=True) * steepest
     _, exponent = torch.frexp(bound)
     # An exponent far below 0 would overflow the factor.

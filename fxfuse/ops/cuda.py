@@ -45,10 +45,12 @@ def linear_stats(
     want_class_sum: bool,
     skip_unindexed: bool,
     *,
+    want_entropy: bool = False,
+    want_top: bool = False,
     transform: str = "",
     memory: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if not _has_kernels(input, weight):
+) -> tuple[Tensor, ...]:
+    if not _has_kernels(input, weight) or want_entropy or want_top:
         return chunked.linear_stats(
             input,
             weight,
@@ -58,6 +60,8 @@ def linear_stats(
             scale,
             want_class_sum,
             skip_unindexed,
+            want_entropy=want_entropy,
+            want_top=want_top,
             transform=transform,
             memory=memory,
         )
@@ -65,9 +69,12 @@ def linear_stats(
     if head.is_described():
         with _current(input.device):
             out = _hopper().linear_stats(head.call(), want_class_sum, skip_unindexed)
-        return out.lse, out.picked, out.log_prob, out.class_sum, out.residual
+        nothing = input.new_empty((0,), dtype=torch.float32)
+        unasked = nothing, nothing.clone(), index.new_empty((0,))
+        return out.lse, out.picked, out.log_prob, out.class_sum, out.residual, *unasked
     wanted = (index >= 0).any(1) if skip_unindexed else None
-    return head.stats(want_class_sum, wanted)  # type: ignore[return-value]
+    nothing = input.new_empty((0,), dtype=torch.float32)
+    return *head.stats(want_class_sum, wanted), nothing, nothing.clone(), index.new_empty((0,))
 
 
 def linear_stats_backward(
@@ -86,14 +93,16 @@ def linear_stats_backward(
     need_weight: bool,
     need_bias: bool,
     *,
+    entropy: Tensor | None = None,
+    g_entropy: Tensor | None = None,
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
-    if not _has_kernels(input, weight):
+    if not _has_kernels(input, weight) or g_entropy is not None:
         return chunked.linear_stats_backward(
             input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
-            transform=transform, memory=memory,
+            entropy=entropy, g_entropy=g_entropy, transform=transform, memory=memory,
         )  # fmt: skip
     head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
@@ -322,7 +331,7 @@ class _Head(Operands):
                     dz = buffer[: x.shape[0], : w.shape[0]]
                     write_dlogits(
                         dz, x, w, bias, index, at.start, c, self.scale, self.transform, lse[at_rows],
-                        residual[at_rows], *here, factor,
+                        residual[at_rows], *here[:3], factor,
                     )  # fmt: skip
                     if d_input is not None:
                         d_input.add(at_rows, dz, w)

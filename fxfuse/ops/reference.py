@@ -33,8 +33,10 @@ def linear_stats(
     want_class_sum: bool,
     skip_unindexed: bool,
     *,
+    want_entropy: bool = False,
+    want_top: bool = False,
     transform: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     z, _ = logits(input, weight, bias, scale, transform)
     indexed = index >= 0
     at = index.clamp(min=0)
@@ -45,13 +47,21 @@ def linear_stats(
     class_sum = z.new_zeros((0,))
     if want_class_sum:
         class_sum = (z if class_weight is None else z * class_weight.to(z.dtype)).sum(1)
+    entropy, top, argmax = z.new_zeros((0,)), z.new_zeros((0,)), index.new_zeros((0,))
+    if want_entropy:
+        log_p = z.log_softmax(1)
+        entropy = -(log_p.exp() * log_p).sum(1)
+    if want_top:
+        top, argmax = z.max(1)
+    # An oracle is asked in float64, where the rounding of lse is below every bound.
+    residual = torch.zeros_like(lse)
     if skip_unindexed:
         wanted = indexed.any(1)
         lse = torch.where(wanted, lse, zero)
-        if want_class_sum:
-            class_sum = torch.where(wanted, class_sum, zero)
-    # An oracle is asked in float64, where the rounding of lse is below every bound.
-    return lse, picked, log_prob, class_sum, torch.zeros_like(lse)
+        class_sum = torch.where(wanted, class_sum, zero) if want_class_sum else class_sum
+        entropy = torch.where(wanted, entropy, zero) if want_entropy else entropy
+        top, argmax = (torch.where(wanted, t, 0) for t in (top, argmax)) if want_top else (top, argmax)
+    return lse, picked, log_prob, class_sum, residual, entropy, top, argmax
 
 
 def linear_stats_backward(
@@ -70,16 +80,23 @@ def linear_stats_backward(
     need_weight: bool,
     need_bias: bool,
     *,
+    entropy: Tensor | None = None,
+    g_entropy: Tensor | None = None,
     transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     z, slope = logits(input, weight, bias, scale, transform)
-    dz = g_lse[:, None] * ((z - lse[:, None]) - residual[:, None]).exp()
+    log_p = (z - lse[:, None]) - residual[:, None]
+    dz = g_lse[:, None] * log_p.exp()
     dz = dz.scatter_add(1, index.clamp(min=0), torch.where(index >= 0, g_picked, 0.0))
     idle = (g_lse == 0) & (g_picked == 0).all(1)
     if g_class_sum is not None:
         c = z.new_ones(z.shape[1]) if class_weight is None else class_weight.to(z.dtype)
         dz = dz + g_class_sum[:, None] * c
         idle &= g_class_sum == 0
+    if g_entropy is not None:
+        assert entropy is not None
+        dz = dz - g_entropy[:, None] * log_p.exp() * (log_p + entropy[:, None])
+        idle &= g_entropy == 0
     if slope is not None:
         dz = dz * slope
     dz = torch.where(idle[:, None], 0.0, dz) * scale
@@ -107,7 +124,7 @@ def linear_loss(
     *,
     transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lse, _, log_prob, class_sum, residual = linear_stats(
+    lse, _, log_prob, class_sum, residual, *_ = linear_stats(
         input, weight, bias, index, class_weight, scale, c_class_sum is not None, False, transform=transform
     )
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
