@@ -8,8 +8,9 @@ algebra never looks inside a handle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -40,9 +41,29 @@ class _HiddenSize:
 HIDDEN = _HiddenSize()
 
 
+def key_of(value: Any) -> Any:
+    """Something hashable that is equal for equal arguments; a tensor is equal to itself alone."""
+    if isinstance(value, (tuple, list)):
+        return tuple(key_of(item) for item in value)
+    if isinstance(value, slice):
+        return ("slice", key_of((value.start, value.stop, value.step)))
+    if isinstance(value, Tensor):
+        return ("tensor", id(value))
+    return (type(value), value)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to everything in a nest of tuples, lists and slices."""
+    if isinstance(value, slice):
+        return slice(*(map_leaves(function, part) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_leaves(function, item) for item in value)
+    return function(value)
+
+
 @dataclass(frozen=True)
 class RowOp:
-    """A function that moves or selects rows and leaves the class axis whole.
+    """A function that moves, selects or scales rows and leaves the class axis whole.
 
     It does to hidden states ``[*rows, D]`` what it did to logits ``[*rows, V]``, so it never has to touch logits.
     ``keeps_order`` says that the rows, flattened, are the same in the same order after it.
@@ -53,12 +74,110 @@ class RowOp:
     keeps_order: bool = False
 
     def replay(self, emit: Emit, hidden_states: Handle, hidden: int) -> Handle:
-        def fill(arg: Any) -> Any:
-            if isinstance(arg, (tuple, list)):
-                return type(arg)(fill(a) for a in arg)
-            return hidden if arg is HIDDEN else arg
+        args = map_leaves(lambda arg: hidden if arg is HIDDEN else arg, self.args)
+        return emit(self.function, hidden_states, *args)
 
-        return emit(self.function, hidden_states, *fill(self.args))
+    def key(self) -> Any:
+        return self.function, key_of(self.args)
+
+    def map(self, function: Callable[[Handle], Handle]) -> RowOp:
+        return replace(self, args=map_leaves(function, self.args))
+
+
+@dataclass(frozen=True)
+class Join(RowOp):
+    """``cat`` or ``stack`` of the rows of several values: ``args`` are those values, then the dimension."""
+
+    def replay(self, emit: Emit, hidden_states: Handle, hidden: int) -> Handle:
+        parts, dim = self.args
+        return emit(self.function, [part.hidden_states(emit) for part in parts], dim)
+
+    def key(self) -> Any:
+        parts, dim = self.args
+        return self.function, tuple((part.head, part.row_key(whole=True)) for part in parts), dim
+
+    def map(self, function: Callable[[Handle], Handle]) -> Join:
+        parts, dim = self.args
+        return replace(self, args=(tuple(part.map(function) for part in parts), dim))
+
+
+@dataclass(frozen=True)
+class ClassOp:
+    """A function that selects, scales or shifts classes and leaves rows whole.
+
+    It is done to the weight ``[V, D]`` and the bias ``[V]``: a key of ``CLASS_FUNCTIONS`` with its arguments.
+    ``count`` is the number of classes after it, where it changes that; ``shifts`` says that a bias comes of it.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    count: int | None = None
+    shifts: bool = False
+
+    def replay(self, emit: Emit, weight: Handle, bias: Handle | None) -> tuple[Handle, Handle | None]:
+        return CLASS_FUNCTIONS[self.name](emit, weight, bias, *self.args)
+
+    def key(self) -> Any:
+        return self.name, key_of(self.args)
+
+    def map(self, function: Callable[[Handle], Handle]) -> ClassOp:
+        return replace(self, args=map_leaves(function, self.args))
+
+
+def _take(emit: Emit, weight: Handle, bias: Handle, classes: Any) -> tuple[Handle, Handle]:
+    return emit(getitem, weight, classes), None if bias is None else emit(getitem, bias, classes)
+
+
+def _vector(emit: Emit, classes: Handle) -> Handle:
+    """``[V]`` from what broadcasts along the rows."""
+    return classes if emit.example(classes).dim() == 1 else emit(torch.reshape, classes, (-1,))
+
+
+def _scale(emit: Emit, weight: Handle, bias: Handle, function: Any, factor: Handle) -> tuple[Handle, Handle]:
+    """``function`` (``mul`` or ``div``) by a number for each class."""
+    factor = _vector(emit, factor)
+    scaled = emit(function, weight, emit(torch.unsqueeze, factor, 1))
+    return scaled, None if bias is None else emit(function, bias, factor)
+
+
+def _scale_bias(emit: Emit, weight: Handle, bias: Handle, function: Any, factor: Handle) -> tuple[Handle, Handle]:
+    """``function`` by a 0-d tensor, which the hidden states are scaled by too."""
+    return weight, None if bias is None else emit(function, bias, factor)
+
+
+def _shift(emit: Emit, weight: Handle, bias: Handle, shift: Handle, factor: float) -> tuple[Handle, Handle]:
+    """Plus ``factor`` times a number for each class."""
+    wide = emit(torch.Tensor.to, _vector(emit, shift), _wide(emit, weight))
+    shift = wide if factor == 1.0 else emit(torch.mul, wide, factor)
+    return weight, shift if bias is None else emit(torch.add, bias, shift)
+
+
+def _fill(
+    emit: Emit, weight: Handle, bias: Handle, mask: Handle, value: float, elsewhere: bool
+) -> tuple[Handle, Handle]:
+    """``value`` in the classes of ``mask``, or ``elsewhere`` than there, whatever the hidden states are."""
+    mask = _vector(emit, mask)
+    if elsewhere:
+        mask = emit(torch.logical_not, mask)
+    column = emit(torch.unsqueeze, mask, 1)
+    if bias is None:
+        bias = emit(torch.zeros_like, mask, dtype=_wide(emit, weight))
+    bias = emit(torch.Tensor.to, bias, _wide(emit, weight))
+    return emit(torch.masked_fill, weight, column, 0.0), emit(torch.masked_fill, bias, mask, value)
+
+
+def _wide(emit: Emit, weight: Handle) -> torch.dtype:
+    """What a bias is kept in: a mask or a constant for each class may not fit 16 bits."""
+    return torch.float64 if emit.example(weight).dtype == torch.float64 else torch.float32
+
+
+CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
+    "take": _take,
+    "scale": _scale,
+    "scale_bias": _scale_bias,
+    "shift": _shift,
+    "fill": _fill,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +189,8 @@ class Head:
         weight: ``[V, D]``, or ``[D, V]`` where ``weight_transposed``.
         bias: ``[V]`` or None.
         dtype: of the logits; operands of another dtype (ambient autocast) are converted to it.
+        cut_off: whether no gradient reaches the operands, although they may require one: an example of what was made
+            under no_grad does not know, for it may be one of its arguments.
     """
 
     input: Handle
@@ -79,17 +200,24 @@ class Head:
     hidden: int
     vocab: int
     dtype: torch.dtype
+    cut_off: bool = False
+
+    def shares_classes_with(self, other: Head) -> bool:
+        """Whether it is the same projection, perhaps of other hidden states."""
+        same = self.weight is other.weight and self.bias is other.bias
+        return same and (self.weight_transposed, self.dtype) == (other.weight_transposed, other.dtype)
 
 
 @dataclass(frozen=True)
 class ClassTensor:
-    """A tensor with one entry a class: logits of some rows of a head, times a number, transformed.
+    """A tensor with one entry a class: a function of the logits of some rows of a head.
 
     Attributes:
         row_ops: what was done to the rows since the projection.
-        shape: its shape in the program; ``shape[class_dim]`` is V.
+        shape: its shape in the program; ``shape[class_dim]`` is the number of classes.
+        class_ops: what was done to the classes since the projection.
         scale, transform: the logits are ``transform(scale * (input @ weight.T + bias))``.
-        factor: what log-probabilities are multiplied by; 1 for logits.
+        factor: what it is multiplied by in the end; 1 for logits.
         dtype: its dtype in the program.
         requires_grad: False where a ``detach`` or ``no_grad`` cut it off from its operands.
         trail: the functions it went through, for the report.
@@ -101,10 +229,21 @@ class ClassTensor:
     dtype: torch.dtype
     requires_grad: bool
     row_ops: tuple[RowOp, ...] = ()
+    class_ops: tuple[ClassOp, ...] = ()
     scale: float = 1.0
     transform: Transform = ()
     factor: float = 1.0
     trail: tuple[str, ...] = ()
+
+    @property
+    def vocab(self) -> int:
+        """The number of classes."""
+        return next((op.count for op in reversed(self.class_ops) if op.count is not None), self.head.vocab)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the logits are linear in the hidden states, without a constant."""
+        return self.head.bias is None and not self.transform and not any(op.shifts for op in self.class_ops)
 
     def hidden_states(self, emit: Emit) -> Handle:
         """The hidden states with the row operations replayed, D in V's place."""
@@ -113,25 +252,40 @@ class ClassTensor:
             handle = op.replay(emit, handle, self.head.hidden)
         return handle
 
-    def sizes(self) -> tuple[Handle, ...]:
-        """The arguments of the row operations, symbolic sizes among them."""
+    def classes(self, emit: Emit) -> tuple[Handle, Handle | None]:
+        """The weight ``[V, D]`` and the bias ``[V]`` with the class operations replayed."""
+        weight, bias = self.head.weight, self.head.bias
+        if self.head.weight_transposed:
+            weight = emit(torch.t, weight)
+        for op in self.class_ops:
+            weight, bias = op.replay(emit, weight, bias)
+        return weight, bias
 
-        def flat(value: Any) -> Iterator[Handle]:
-            if isinstance(value, slice):
-                value = (value.start, value.stop, value.step)
-            if isinstance(value, (tuple, list)):
-                for item in value:
-                    yield from flat(item)
-            else:
-                yield value
+    def handles(self) -> tuple[Handle, ...]:
+        """The arguments of the row and class operations: symbolic sizes and tensors among them, and numbers."""
+        found: list[Handle] = []
 
-        return tuple(flat([op.args for op in self.row_ops]))
+        def see(handle: Handle) -> Handle:
+            found.append(handle)
+            return handle
 
-    def row_key(self) -> tuple[Any, ...]:
-        """Equal for tensors whose flattened rows are the same rows in the same order."""
-        last = max((i for i, op in enumerate(self.row_ops) if not op.keeps_order), default=-1)
+        self.map(see)
+        return tuple(found)
+
+    def map(self: C, function: Callable[[Handle], Handle]) -> C:
+        """The same with ``function`` of every argument of its row and class operations in its place."""
+        rows, classes = tuple(op.map(function) for op in self.row_ops), tuple(op.map(function) for op in self.class_ops)
+        return replace(self, row_ops=rows, class_ops=classes)
+
+    def row_key(self, whole: bool = False) -> tuple[Any, ...]:
+        """Equal for tensors whose flattened rows are the same rows in the same order; ``whole``: in the same shape."""
+        last = max((i for i, op in enumerate(self.row_ops) if whole or not op.keeps_order), default=-1)
         # What comes before an operation that moves rows decides which rows it moves.
-        return tuple((op.function, repr(op.args)) for op in self.row_ops[: last + 1])
+        return tuple(op.key() for op in self.row_ops[: last + 1])
+
+    def logits_key(self) -> tuple[Any, ...]:
+        """Equal for tensors that are made of equal rows by equal logits."""
+        return tuple(op.key() for op in self.class_ops), self.scale, self.transform
 
 
 class Logits(ClassTensor):
@@ -142,6 +296,18 @@ class LogProbs(ClassTensor):
     """``log_softmax`` of such logits along the class axis, times a number."""
 
 
+class Probs(ClassTensor):
+    """``softmax`` of such logits along the class axis, times a number."""
+
+
+class WeighedLogits(ClassTensor):
+    """Logits times their own probabilities, times a number."""
+
+
+class WeighedLogProbs(ClassTensor):
+    """Log-probabilities times the probabilities, times a number."""
+
+
 C = TypeVar("C", bound=ClassTensor)
 
 
@@ -150,10 +316,15 @@ def derive(value: C, name: str, *ops: RowOp, **changes: Any) -> C:
     return replace(value, row_ops=value.row_ops + ops, trail=(*value.trail, name), **changes)
 
 
-def as_log_probs(value: Logits, name: str, dtype: torch.dtype) -> LogProbs:
-    """``log_softmax`` of ``value``."""
+def of_classes(value: C, name: str, *ops: ClassOp, **changes: Any) -> C:
+    """The same with more class operations."""
+    return derive(value, name, class_ops=value.class_ops + ops, **changes)
+
+
+def become(kind: type[C], value: ClassTensor, name: str, **changes: Any) -> C:
+    """What is of another ``kind`` and made of the same logits: their ``log_softmax``, say."""
     fields = {f: getattr(value, f) for f in value.__dataclass_fields__}
-    return LogProbs(**{**fields, "dtype": dtype, "trail": (*value.trail, name)})
+    return kind(**{**fields, "trail": (*value.trail, name), **changes})
 
 
 # --- readers --------------------------------------------------------------------------------------------------
@@ -176,12 +347,18 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Statistics:
-    """The row statistics as handles: ``lse [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum [N]``."""
+    """The row statistics as handles; those that nobody asked for may be None. See ``ops.contract``.
+
+    ``lse [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum``, ``entropy``, ``top`` and ``argmax [N]``.
+    """
 
     lse: Handle
     picked: Handle
     log_prob: Handle
     class_sum: Handle
+    entropy: Handle = None
+    top: Handle = None
+    argmax: Handle = None
 
 
 @dataclass(frozen=True)
@@ -199,11 +376,13 @@ class Reader:
     Attributes:
         source: the logits or log-probabilities that are read.
         name: of the function, with the options that differ from its defaults.
+        log_sum_exp: whether it returns the log-sum-exp of its source, and nothing else.
         index: the classes that are picked, or None.
         finish: from the statistics of the rows (and the validated index) to what eager returns, but for its dtype.
         coefficients: for a scalar reader that is linear in the statistics: from the validated index to the
             coefficients. Its gradients can then be computed in the forward pass.
         want_class_sum, class_weight: whether ``class_sum`` is read, and with which weights ``[V]``.
+        want_entropy, want_top: whether ``entropy`` is read; ``top`` or ``argmax``.
         skip_unindexed: rows without an index do not matter.
         operands: every tensor that is read besides the logits.
     """
@@ -215,8 +394,18 @@ class Reader:
     coefficients: Callable[[Emit, Handle], Coefficients] | None = None
     want_class_sum: bool = False
     class_weight: Handle | None = None
+    want_entropy: bool = False
+    want_top: bool = False
     skip_unindexed: bool = False
     operands: tuple[Handle, ...] = ()
+    log_sum_exp: bool = False
+
+    def is_log_sum_exp_of(self, value: ClassTensor) -> bool:
+        """Whether ``value`` less what is returned is its log-softmax."""
+        mine = self.source
+        same_rows = mine.head is value.head and mine.row_key(whole=True) == value.row_key(whole=True)
+        same_values = mine.logits_key() == value.logits_key() and mine.requires_grad == value.requires_grad
+        return self.log_sum_exp and same_rows and same_values and mine.class_dim == value.class_dim
 
     @property
     def pattern(self) -> str:

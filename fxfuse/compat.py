@@ -60,6 +60,20 @@ def saving_is_watched() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def in_checkpoint() -> bool:
+    """Whether a function runs that the backward of a non-reentrant checkpoint will run again, or does."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def has_node(example: Tensor) -> bool | None:
+    """Whether gradients flow through an example value; None for a view under no_grad of what was written to later."""
+    try:
+        return example.grad_fn is not None
+    except RuntimeError:
+        return None
+
+
 def transform_active() -> bool:
     """Whether a ``torch.func`` transform is under way around the caller."""
     return maybe_current_level() is not None

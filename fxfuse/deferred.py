@@ -30,7 +30,7 @@ from .operands import Operands
 from .passes import compute, operands_of, statistics
 from .report.records import Site, journal
 from .report.source import caller
-from .rules import TABLE, Call, Keep, Rule, cut_off
+from .rules import TABLE, Call, Keep, Rule, outcomes_of
 
 
 class _Mode(threading.local):
@@ -72,8 +72,15 @@ class DeferredLogits(Tensor):
             return _beside_another_subclass(func, args, kwargs)
         if func in _DATA:
             args = (_DATA[func](args[0]), *args[1:])
+            if func is Tensor.__deepcopy__:
+                # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
+                args[1].setdefault(id(args[1]), []).append(args[0])
         elif func in _REFUSED:
             raise errors.deferred_cannot(_REFUSED[func])
+        elif func is Tensor.__iter__ and args[0].dim():
+            return iter(args[0].unbind(0))
+        elif func is Tensor.__getitem__ and isinstance(args[0], DeferredLogits) and _has_mask(args[1]):
+            return args[0][_without_masks(args[1])]
         elif func in _OF_GRADIENTS:
             _gradient_is_wanted(func, args, kwargs)
         elif (found := _look_up(func, args)) is not None:
@@ -269,6 +276,22 @@ def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:
 # --- rules ----------------------------------------------------------------------------------------------------
 
 
+def _is_mask(entry: Any) -> bool:
+    return type(entry) is Tensor and entry.dtype == torch.bool and entry.dim() > 0
+
+
+def _has_mask(index: Any) -> bool:
+    return any(map(_is_mask, index if isinstance(index, tuple) else (index,)))
+
+
+def _without_masks(index: Any) -> tuple[Any, ...]:
+    """An index with the positions of what masks select in their place: how many these are decides the shape."""
+    positions: list[Any] = []
+    for entry in index if isinstance(index, tuple) else (index,):
+        positions += entry.nonzero(as_tuple=True) if _is_mask(entry) else [entry]
+    return tuple(positions)
+
+
 def _look_up(func: Any, args: Any) -> tuple[Rule, str, Any] | None:
     """The rule of ``func``, its name, and the arguments as the rule wants them."""
     attribute = _ATTRIBUTES.get(func)
@@ -292,17 +315,26 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                 out = func(*args, **kwargs)
         else:
             out = _shape_of(func, args, kwargs)
-        call = Call(name, out, EMIT.example)
+        call = Call(name, out, EMIT.example, constant=_constant)
         with torch._C.DisableTorchFunctionSubclass():
-            outcome = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
-            if isinstance(outcome, ClassTensor):
-                if out is not deferred[0]:
-                    _describe(out, cut_off(call, outcome))
+            result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
+            readers = result if isinstance(result, tuple) else (result,)
+            if len({id(t._deferred.origin) for t in deferred}) > 1:
+                call.keep("unknown_reader", f"{name} of logits of several calls")
+            if isinstance(readers[0], ClassTensor):
+                for outcome, made in outcomes_of(call, result):
+                    if made is not deferred[0]:
+                        assert isinstance(outcome, ClassTensor)
+                        _describe(made, outcome.map(_frozen))
                 return out
-        head = _head_for(deferred, call, outcome)
+        if compat.in_checkpoint():
+            # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
+            call.keep("unknown_reader", "a checkpointed function")
+        head = _head_for(deferred, call, readers)
     except (Keep, _NotDeferred):
         return NotImplemented
-    return _read(deferred[0]._deferred.origin, call, outcome, head)
+    results = _read(deferred[0]._deferred.origin, call, readers, head)
+    return type(out)(results) if isinstance(out, tuple) else results[0]
 
 
 def _shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -337,19 +369,33 @@ def _description(tensor: DeferredLogits) -> ClassTensor:
 
 
 def _describe(tensor: DeferredLogits, described: ClassTensor) -> None:
+    state = tensor._deferred
     with torch._C.DisableTorchFunctionSubclass():
         tensor._known_to_autograd = tensor.grad_fn, tensor.requires_grad
-    tensor._deferred.described = described
+        state.thunk = tree_map_only(Tensor, lambda t: _frozen(t.detach()), state.thunk)
+    state.described = described
 
 
-def _head_for(deferred: list[DeferredLogits], call: Call, reader: Reader) -> Head:
-    """The head to compute a reader from; refused where it cannot be computed from the operands."""
+def _constant(argument: Any) -> float | None:
+    """The number in a 0-d tensor, where reading it waits for nothing."""
+    known = type(argument) is Tensor and argument.dim() == 0 and argument.is_cpu and not argument.requires_grad
+    return float(argument) if known else None
+
+
+def _frozen(argument: Any) -> Any:
+    """A tensor as it is now, whatever the program writes to it before the logits are computed."""
+    return argument.clone() if isinstance(argument, Tensor) else argument
+
+
+def _head_for(deferred: list[DeferredLogits], call: Call, readers: tuple[Reader, ...]) -> Head:
+    """The head to compute readers from; refused where they cannot be computed from the operands."""
+    requires_grad = readers[0].source.requires_grad
     operands = deferred[0]._deferred.origin.operands
     with torch._C.DisableTorchFunctionSubclass():
         claims = any(t.requires_grad for t in deferred)
-    if claims and torch.is_grad_enabled() and not reader.source.requires_grad:
+    if claims and torch.is_grad_enabled() and not requires_grad:
         call.keep("unknown_reader")  # a view that was made under no_grad; see ``cut_off``
-    for operand in reader.operands:
+    for operand in (operand for reader in readers for operand in reader.operands):
         if not compat.is_plain(operand) or operand.device != operands.head.input.device:
             call.keep("subclass")
     try:
@@ -358,31 +404,40 @@ def _head_for(deferred: list[DeferredLogits], call: Call, reader: Reader) -> Hea
         if all(t._deferred.is_built() for t in deferred):
             call.keep("operand_mutated", "something")
         raise
-    if not (reader.source.requires_grad and torch.is_grad_enabled()):
+    if not (requires_grad and torch.is_grad_enabled()):
         return head
     if operands.are_copied():
         call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
     return operands.head
 
 
-def _read(origin: Origin, call: Call, reader: Reader, head: Head) -> Tensor:
-    """What ``reader`` returns, by a fused op from the operands of ``head``."""
-    grad = reader.source.requires_grad and torch.is_grad_enabled()
-    source = replace(reader.source, head=head, requires_grad=grad)
-    reader = replace(reader, source=source)
-    key = (source.row_key(), source.scale, source.transform, grad)
+def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -> list[Tensor]:
+    """What ``readers`` of the same logits return, by a fused op from the operands of ``head``."""
+    source = readers[0].source
+    grad = source.requires_grad and torch.is_grad_enabled()
+    source = replace(source, head=head, requires_grad=grad)
+    readers = tuple(replace(reader, source=source) for reader in readers)
+    reader = readers[0]
+    key = (source.row_key(), source.logits_key(), grad)
     kept = {} if compat.saving_is_watched() else origin.log_sum_exps
     known = kept.get(key)
-    operands = operands_of(EMIT, source.head, source)
-    if known is not None and reader.index is None and not (reader.want_class_sum and source.transform):
-        result = reader.finish(EMIT, _without_a_pass(known, operands, source), None)
+    operands = operands_of(EMIT, source)
+    more = reader.index is not None or reader.want_entropy or reader.want_top
+    if known is not None and not more and not (reader.want_class_sum and source.transform):
+        results = [reader.finish(EMIT, _without_a_pass(known, operands, source), None)]
     elif reader.coefficients is None:
-        (result,), kept[key] = statistics(EMIT, (reader,), operands, origin.memory)
+        results, lse = statistics(EMIT, readers, operands, origin.memory)
+        if not reader.skip_unindexed:  # it would be that of some of the rows
+            kept[key] = lse
     else:
-        _, (result,) = compute(EMIT, source.head, (reader,), in_checkpoint=False, memory=origin.memory)
+        _, results = compute(EMIT, readers, in_checkpoint=False, memory=origin.memory)
     origin.bypassed |= grad
     # In memory of its own: the backward may need what it was made of.
-    return result.to(call.out.dtype, copy=True, memory_format=torch.contiguous_format)
+    outs = call.out if isinstance(call.out, tuple) else (call.out,)
+    return [
+        result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
+        for result, out in zip(results, outs, strict=True)
+    ]
 
 
 def _without_a_pass(lse: Tensor, operands: tuple[Any, ...], source: ClassTensor) -> Statistics:

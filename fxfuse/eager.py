@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import transform
-from .algebra import ClassTensor, Emit, LogProbs
+from .algebra import ClassTensor, Emit, Logits, LogProbs, Probs, WeighedLogits, WeighedLogProbs
 from .ops.contract import acc_dtype
 
 
@@ -33,21 +33,32 @@ def dense(value: ClassTensor) -> Tensor:
     The product is in the dtype of the logits, as eager's; everything between it and ``value`` in the accumulation
     dtype.
     """
-    head = value.head
-    weight = head.weight.t() if head.weight_transposed else head.weight
+    head, acc = value.head, acc_dtype(value.head.dtype)
     last = value.class_dim == len(value.shape) - 1
     rows = value.hidden_states(EMIT)
     if not last:
         rows = rows.movedim(value.class_dim, -1)
     with torch.autocast(rows.device.type, enabled=False):
-        bias = None if head.bias is None else head.bias.to(head.dtype)
-        z = F.linear(rows.to(head.dtype), weight.to(head.dtype), bias)
-        if value.scale != 1.0 or value.transform or isinstance(value, LogProbs):
-            z = transform.apply(value.transform, z.to(acc_dtype(head.dtype)) * value.scale)
-        if isinstance(value, LogProbs):
-            z = z.log_softmax(-1) * value.factor
+        weight, bias = value.classes(EMIT)
+        rows, weight = rows.to(head.dtype), weight.to(head.dtype)
+        if bias is not None and bias.dtype == acc:  # more precise than the logits
+            z = F.linear(rows, weight).to(acc) + bias
+        else:
+            z = F.linear(rows, weight, None if bias is None else bias.to(head.dtype))
+        if value.scale != 1.0 or value.transform or not isinstance(value, Logits):
+            z = transform.apply(value.transform, z.to(acc) * value.scale)
+        if not isinstance(value, Logits):
+            z = _FROM_LOGITS[type(value)](z) * value.factor
     z = z.to(value.dtype)
     return z if last else z.movedim(-1, value.class_dim)
+
+
+_FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor], Tensor]] = {
+    LogProbs: lambda z: z.log_softmax(-1),
+    Probs: lambda z: z.softmax(-1),
+    WeighedLogits: lambda z: z.softmax(-1) * z,
+    WeighedLogProbs: lambda z: z.softmax(-1) * z.log_softmax(-1),
+}
 
 
 def pull_back(value: ClassTensor, g: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -75,8 +86,9 @@ def pull_back(value: ClassTensor, g: Tensor, needs: Sequence[bool]) -> list[Tens
             g = g.to(acc) * value.scale
             if value.transform:
                 assert x is not None and w is not None
-                bias = None if head.bias is None else head.bias.to(head.dtype)
-                _, slope = transform.apply_with_slope(value.transform, F.linear(x, w, bias).to(acc) * value.scale)
+                z = F.linear(x, w).to(acc)
+                z = z if head.bias is None else z + head.bias
+                _, slope = transform.apply_with_slope(value.transform, z * value.scale)
                 assert slope is not None
                 g = g * slope
         g = g.to(head.dtype)

@@ -22,10 +22,11 @@ from .report.source import function_name
 
 @dataclass(frozen=True, eq=False)
 class Escaped:
-    """Logits that are returned: the node, and what it is."""
+    """Logits that are returned: the node, what it is, and the node after which it is that."""
 
     node: Node
     value: ClassTensor
+    made: Node
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Escape:
     exposed: bool
 
 
-def why_not(escaped: Escaped, projection: Node, timeline: Timeline) -> str:
-    """Why the logits of ``projection`` cannot be computed later from its operands; empty if they can."""
+def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Timeline) -> str:
+    """Why logits cannot be computed later from ``operands``, each with the node that reads it; empty if they can."""
     value, head = escaped.value, escaped.value.head
     output = escaped.node.graph.output_node()
     if not isinstance(value, Logits):
@@ -76,9 +77,9 @@ def why_not(escaped: Escaped, projection: Node, timeline: Timeline) -> str:
         return "beside a view of them"
     if any(function_name(node) == "set_" for node in output.graph.nodes):
         return "from a graph that assigns to .data"  # what shared memory before can no longer be told
-    for operand in (head.input, head.weight, head.bias):
+    for operand, read_at in operands:
         if isinstance(operand, Node):
-            writer = timeline.write_between(operand, projection, output)
+            writer = timeline.write_between(operand, read_at, output)
             if writer is not None:
                 return f"after {function_name(writer)} has changed an operand"
             if timeline.unplaced_write(operand):
@@ -88,7 +89,8 @@ def why_not(escaped: Escaped, projection: Node, timeline: Timeline) -> str:
     rows = 1
     for size in value.shape[:-1]:
         rows *= compat.hint(size)
-    if not _is_given(head.weight) and compat.hint(head.hidden) > rows:
+    made = any(op.name != "take" for op in value.class_ops)
+    if (made or not _is_given(head.weight)) and compat.hint(head.hidden) > rows:
         return "fewer than the weight, which is computed in the graph"
     return ""
 
@@ -126,6 +128,7 @@ def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
     returned = list(results)
     positions = tuple(i for i, node in enumerate(returned) if node is escaped.node)
     input = value.hidden_states(emit)
+    weight, bias = value.classes(emit) if value.class_ops else (head.weight, head.bias)
     others = (*arguments, *(n for n in output.all_input_nodes if n is not escaped.node))
     exposed = any(storages(input) & storages(node) for node in others)
     for i in positions:
@@ -140,10 +143,11 @@ def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
             returned.append(operand)
         return _Result(returned.index(operand))
 
-    at: list[Any] = [place(operand) for operand in (input, head.weight, head.bias)]
+    at: list[Any] = [place(operand) for operand in (input, weight, bias)]
     output.args = (tuple(returned),)
-    bare = replace(head, input=None, weight=None, bias=None)
-    logits: Any = replace(value, head=bare, row_ops=())
+    transposed = head.weight_transposed and not value.class_ops
+    bare = replace(head, input=None, weight=None, bias=None, vocab=value.vocab, weight_transposed=transposed)
+    logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
     return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed)
 
 

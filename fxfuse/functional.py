@@ -151,7 +151,7 @@ def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step]
             value = TABLE[function](call, (value, *args), options)
     except Keep:
         return _eager(F.linear(input, weight, bias), steps)
-    _, (result,) = compute(EMIT, head, (value,), in_checkpoint=False, memory=0)
+    _, (result,) = compute(EMIT, (value,), in_checkpoint=False, memory=0)
     return result.to(out.dtype)
 
 

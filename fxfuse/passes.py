@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import ops
-from .algebra import ClassTensor, Coefficients, Emit, Handle, Head, Reader, Statistics, with_offset
+from .algebra import ClassTensor, Coefficients, Emit, Handle, Reader, Statistics, with_offset
 from .ops.contract import acc_dtype
 from .ops.cuda import keeps_exponentials
 from .transform import encode
@@ -29,10 +29,8 @@ def _makes_gradients_in_forward(readers: Sequence[Reader], memory: int) -> bool:
     return len(readers) == 1 and readers[0].coefficients is not None and memory == 0
 
 
-def compute(
-    emit: Emit, head: Head, readers: Sequence[Reader], in_checkpoint: bool, memory: int
-) -> tuple[str, list[Handle]]:
-    """Emit what ``readers``, which read the same rows of ``head``, return.
+def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: int) -> tuple[str, list[Handle]]:
+    """Emit what ``readers``, which read the same rows of a head, return.
 
     A single scalar reader gets its gradients in the forward pass, or from what that keeps. Under activation
     checkpointing the forward runs twice, so there they are computed in the backward; and where ``memory`` bounds the
@@ -42,34 +40,40 @@ def compute(
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
     """
     source = readers[0].source
-    operands = (head.input, head.weight, head.bias)
-    needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in operands]
-    prepared = operands_of(emit, head, readers[0].source)
+    prepared = operands_of(emit, source)
+    needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in prepared]
     if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
         variant, result = _loss(emit, readers[0], prepared, needs)
         return variant, [result]
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
 
 
-def operands_of(emit: Emit, head: Head, source: ClassTensor) -> tuple[Handle, Handle, Handle]:
-    """Hidden states ``[N, D]``, weight ``[V, D]`` and bias ``[V]`` in the dtype of the logits."""
+def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle]:
+    """Hidden states ``[N, D]``, weight ``[V, D]`` and bias ``[V]`` in the dtype of the logits.
 
-    def ready(handle: Handle) -> Handle:
+    A bias that the program added to the logits keeps its precision.
+    """
+    head = source.head
+
+    def ready(handle: Handle, dtype: torch.dtype) -> Handle:
         if handle is None:
             return None
-        if not source.requires_grad and emit.example(handle).requires_grad:
+        if not source.requires_grad and (head.cut_off or emit.example(handle).requires_grad):
             handle = emit(torch.detach, handle)
-        if emit.example(handle).dtype != head.dtype:
-            handle = emit(torch.Tensor.to, handle, head.dtype)
+        if emit.example(handle).dtype != dtype:
+            handle = emit(torch.Tensor.to, handle, dtype)
         return handle
 
     rows = source.hidden_states(emit)
     if source.class_dim != len(source.shape) - 1:
         rows = emit(torch.movedim, rows, source.class_dim, -1)
-    weight = ready(head.weight)
-    if head.weight_transposed:
-        weight = emit(torch.t, weight)
-    return ready(emit(torch.reshape, rows, (-1, head.hidden))), weight, ready(head.bias)
+    weight, bias = source.classes(emit)
+    shifted = any(op.shifts for op in source.class_ops)
+    return (
+        ready(emit(torch.reshape, rows, (-1, head.hidden)), head.dtype),
+        ready(weight, head.dtype),
+        ready(bias, acc_dtype(head.dtype) if shifted else head.dtype),
+    )
 
 
 def _class_weight(emit: Emit, reader: Reader) -> Handle | None:
@@ -130,8 +134,9 @@ def statistics(
     weight = _class_weight(emit, summing[0]) if summing else None
     skip = all(reader.skip_unindexed for reader in readers)
     scale, options = readers[0].source.scale, _options(readers[0]) | ({"memory": memory} if memory else {})
+    options |= {name: True for name in ("want_entropy", "want_top") if any(getattr(reader, name) for reader in readers)}
     out = emit(ops.linear_stats, *operands, index, weight, scale, bool(summing), skip, **options)
-    lse, picked, log_prob, class_sum = (emit(operator.getitem, out, i) for i in range(4))
+    lse, picked, log_prob, class_sum, _, entropy, top, argmax = (emit(operator.getitem, out, i) for i in range(8))
 
     def own(handle: Handle, reader: Reader) -> Handle:
         if reader.index is None:
@@ -141,8 +146,8 @@ def statistics(
             return handle
         return emit(torch.narrow, handle, 1, at.start, at.stop - at.start)
 
-    results = [
-        reader.finish(emit, Statistics(lse, own(picked, reader), own(log_prob, reader), class_sum), own(index, reader))
-        for reader in readers
-    ]
+    results = []
+    for reader in readers:
+        mine = Statistics(lse, own(picked, reader), own(log_prob, reader), class_sum, entropy, top, argmax)
+        results.append(reader.finish(emit, mine, own(index, reader)))
     return results, lse

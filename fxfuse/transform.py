@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -36,6 +37,27 @@ def _sigmoid(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
     return value, lambda: value * (1 - value)
 
 
+def _clamp_min(z: Tensor, least: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    return z.clamp(min=least), lambda: (z >= least).to(z.dtype)
+
+
+def _clamp_max(z: Tensor, most: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    return z.clamp(max=most), lambda: (z <= most).to(z.dtype)
+
+
+def _relu(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    return z.relu(), lambda: (z > 0).to(z.dtype)
+
+
+def _softsign(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    scale = 1 / (1 + z.abs())
+    return z * scale, lambda: scale * scale
+
+
+def _logsigmoid(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    return torch.nn.functional.logsigmoid(z), lambda: (-z).sigmoid()
+
+
 class Function(NamedTuple):
     """What is known of a function of one number."""
 
@@ -49,6 +71,11 @@ FUNCTIONS = {
     "add": Function(lambda z, number: (z + number, lambda: z.new_ones(())), lambda number: 1.0, True),
     "tanh": Function(_tanh, lambda _: 1.0, False),
     "sigmoid": Function(_sigmoid, lambda _: 0.25, False),
+    "clamp_min": Function(_clamp_min, lambda _: 1.0, True),
+    "clamp_max": Function(_clamp_max, lambda _: 1.0, True),
+    "relu": Function(_relu, lambda _: 1.0, False),
+    "softsign": Function(_softsign, lambda _: 1.0, False),
+    "logsigmoid": Function(_logsigmoid, lambda _: 1.0, False),
 }
 
 

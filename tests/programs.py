@@ -206,6 +206,146 @@ def _module_loss(s: World) -> Any:
     return loss(s.zb.flatten(0, 1), s.y.flatten())
 
 
+def _no_grad_dropout(s: World) -> Any:
+    with torch.no_grad():
+        h = F.dropout(s.x, 0.0)  # s.x itself, which its example value does not tell
+        z = F.linear(h, s.w, s.b)
+    return ce(z, s.y, reduction="none")
+
+
+def _in_place(s: World) -> Any:
+    z = s.z
+    z /= 2
+    before = ce(z, s.y)
+    z.mul_(3)
+    return before, ce(z, s.y)
+
+
+def _in_place_through_views(s: World) -> Any:
+    z = s.z
+    flat = z.view(-1, VOCAB)
+    z.div_(2.5)
+    flat.mul_(3).add_(1)
+    return F.cross_entropy(flat, s.y.view(-1)), z.logsumexp(-1)
+
+
+def _in_place_by_tensors(s: World) -> Any:
+    z = s.z
+    z *= s.x[..., :1].exp()
+    z += s.b
+    z.masked_fill_(s.c > 0.6, -1e4)
+    return ce(z, s.y, reduction="none"), z.logsumexp(-1)
+
+
+def _temperatures(s: World) -> Any:
+    """A parameter, one for each row, one for each sequence; with a bias only the first can be."""
+    z, t = s.z, s.b[0].exp()
+    a = ce(s.zb / t, s.y) + ce(z * t, s.masked)
+    b = _rows((z / s.x[..., :1].exp()).log_softmax(-1), s.y)
+    return a, b, (z * s.b[:BATCH].view(-1, 1, 1)).logsumexp(-1)
+
+
+def _bias_of_the_program(s: World) -> Any:
+    z = s.z / 2 + s.b
+    return ce(z * 3, s.y) + ce(s.c + s.zb, s.y, reduction="sum"), (s.z - s.b.view(1, 1, -1)).logsumexp(-1)
+
+
+def _vocabulary_mask(s: World) -> Any:
+    mask = s.c > 0.6
+    y = torch.where(mask[s.y], 0, s.y) + 0 * s.y
+    a = ce(s.zb.masked_fill(mask, float("-inf")), y) + ce(torch.where(mask[None, None], -30.0, s.z * 2), s.y)
+    b = torch.where(~mask, s.z, torch.tensor(-20.0, dtype=s.x.dtype)).logsumexp(-1)
+    return a, b, (s.z + torch.zeros_like(s.c).masked_fill(mask, -50.0)).log_softmax(-1).gather(-1, s.y[..., None])
+
+
+def _vocabulary_slice(s: World) -> Any:
+    z = s.zb
+    a = F.cross_entropy(z[..., :11].reshape(-1, 11), s.y.view(-1) % 11)
+    b = F.cross_entropy(3 * torch.tanh(z[:, 1:, 2:13].float().to(s.x.dtype) / 3).mT, s.y[:, 1:] % 11)
+    return a, b, z.narrow(-1, -5, 4).logsumexp(-1), (z[..., ::2] * s.c[::2]).logsumexp(-1)
+
+
+def _loop_over_sequences(s: World) -> Any:
+    losses = [F.cross_entropy(z[:-1], y[1:]) for z, y in zip(s.z, s.y, strict=True)]
+    return torch.stack(losses).mean() + sum(F.cross_entropy(z, y) for z, y in zip(s.zb.unbind(0), s.y, strict=True))
+
+
+def _split_rows(s: World) -> Any:
+    parts = s.z.view(-1, VOCAB).split(4)
+    labels = s.y.view(-1).split(4)
+    first = sum(F.cross_entropy(z, y, reduction="sum") for z, y in zip(parts, labels, strict=True))
+    a, b = s.z.split([2, 3], dim=1)
+    c, d = s.z.chunk(2, dim=1)
+    e, f = torch.tensor_split(s.zb, 2, dim=0)
+    return (
+        first,
+        a.logsumexp(-1),
+        ce(b, s.y[:, 2:]),
+        d.logsumexp(-1),
+        c.logsumexp(-1),
+        (e - 1).logsumexp(-1) + f.sum(-1),
+    )
+
+
+def _chunked_heads(s: World) -> Any:
+    chunks = [F.linear(x, s.w) for x in s.x.split(2, dim=1)]
+    return ce(torch.cat(chunks, dim=1), s.y) + torch.stack(chunks[:2]).logsumexp(-1).sum()
+
+
+def _joined_rows(s: World) -> Any:
+    z = s.z
+    rows = torch.cat([z[:, :2], z[:, 3:]], 1)
+    return ce(rows, torch.cat([s.y[:, :2], s.y[:, 3:]], 1)), torch.stack([z[0, 1:], z[1, :-1]]).log_softmax(-1).sum(-1)
+
+
+def _selected_rows(s: World) -> Any:
+    z, at = s.z, s.y[0] % TIME
+    a = ce(z[:, at], s.y)
+    b = z.index_select(1, at)[:, :2].logsumexp(-1)
+    c = z[torch.arange(BATCH, device=at.device), at[:BATCH]].log_softmax(-1).gather(-1, s.y[:, :1])
+    return a, b, c, torch.roll(z, 1, 1).flip(0).logsumexp(-1), z[:, -1:].expand(-1, 3, -1).logsumexp(-1)
+
+
+def _entries_of_log_probs(s: World) -> Any:
+    lp, flat = s.z.log_softmax(-1), s.z.view(-1, VOCAB).log_softmax(-1)
+    rows = torch.arange(BATCH, device=s.y.device).unsqueeze(1)
+    return lp[rows, s.y[:, :3] % TIME, s.y[:, :3] - VOCAB], flat[
+        torch.arange(BATCH * TIME, device=s.y.device), s.y.view(-1)
+    ]
+
+
+def _entropies(s: World) -> Any:
+    z = s.zb
+    p, lp = z.softmax(-1), z.log_softmax(-1)
+    a = z.logsumexp(-1) - (p * z).sum(-1)
+    b = -(p * lp).sum(-1)
+    c = -(lp.exp() * lp).sum(-1, keepdim=True)
+    return a, b, c, _rows(lp, s.y)
+
+
+def _normalised_by_hand(s: World) -> Any:
+    z = s.z
+    lp = z - z.logsumexp(-1, keepdim=True)
+    zb = s.zb
+    other = zb - torch.logsumexp(zb, -1).unsqueeze(-1)
+    return _rows(lp, s.y), -(lp.exp() * lp).sum(-1), _rows(zb - zb.logsumexp(-1)[..., None], s.y), other.sum(-1)
+
+
+def _largest(s: World) -> Any:
+    z = s.zb
+    values, classes = z.max(-1)
+    confidence = z.softmax(-1).max(-1, keepdim=True).values
+    best = z.log_softmax(-1).topk(1, dim=-1)
+    return values, classes, confidence, best[0], best.indices, z.detach().amax(-1)
+
+
+def _accuracy_beside(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        hits = (z.argmax(-1) == s.y).float().mean()
+    return ce(z, s.y), z.argmax(-1), hits
+
+
 FUSED: dict[str, Callable[[World], Any]] = {
     # heads
     "linear": lambda s: ce(s.z, s.y),
@@ -222,7 +362,28 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "two_heads": _two_heads,
     "same_head_twice": _same_head_twice,
     "one_row": lambda s: F.cross_entropy(F.linear(s.x[0, 0], s.w), s.y[0, 0]),
+    "einsum": lambda s: ce(torch.einsum("btd,vd->btv", s.x, s.w), s.y),
+    "einsum_weight_first": lambda s: ce(torch.einsum("dv, btd -> btv", s.w.t(), s.x), s.y),
+    "computed_weight": lambda s: ce(
+        F.linear(F.normalize(s.x, dim=-1), F.normalize(s.w + s.b[:, None] * 0.1, dim=-1)), s.y
+    ),
+    "chunked_heads": _chunked_heads,
     # between head and reader
+    "joined_rows": _joined_rows,
+    "loop_over_sequences": _loop_over_sequences,
+    "split_rows": _split_rows,
+    "selected_rows": _selected_rows,
+    "squeeze_all": lambda s: F.cross_entropy(s.z[:1, :, None].squeeze(), s.y[0]),
+    "vocabulary_slice": _vocabulary_slice,
+    "vocabulary_mask": _vocabulary_mask,
+    "bias_of_the_program": _bias_of_the_program,
+    "temperatures": _temperatures,
+    "in_place": _in_place,
+    "in_place_through_views": _in_place_through_views,
+    "in_place_by_tensors": _in_place_by_tensors,
+    "clamped": lambda s: ce(s.z.clamp(min=-1, max=1.5), s.y) + ce(torch.clamp_min(s.z, 0.1).clamp_max(2), s.y),
+    "rectified": lambda s: ce(torch.relu(s.z) * 2, s.y) + ce(F.relu(s.z), s.y),
+    "softsign": lambda s: ce(3 * F.softsign(s.z), s.y) + ce(F.logsigmoid(s.z), s.y),
     "float": lambda s: ce(s.z.to(s.x.dtype), s.y),
     "view": lambda s: F.cross_entropy(s.z.view(-1, VOCAB), s.y.view(-1)),
     "view_inferred_vocab": lambda s: F.cross_entropy(s.z.view(BATCH * TIME, -1), s.y.view(-1)),
@@ -309,8 +470,21 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "olmo_z_loss": _olmo_z_loss,
     "scales_apart": _scales_apart,
     "loss_and_scores": lambda s: (ce(s.z, s.y), _rows(s.z.log_softmax(-1), s.y)),
+    "take_along_dim_from_the_end": lambda s: s.z.log_softmax(-1).take_along_dim(s.y[..., None] - 3 * VOCAB, -1),
+    "entries_of_log_probs": _entries_of_log_probs,
+    "probabilities_gather_log": lambda s: (
+        torch.log(_rows(torch.softmax(s.z, -1), s.y)) + _rows(s.z.softmax(-1).log(), s.y)
+    ),
+    "entropies": _entropies,
+    "normalised_by_hand": _normalised_by_hand,
+    "largest": _largest,
+    "accuracy_beside": _accuracy_beside,
+    "normalised_twice": lambda s: (
+        _rows(s.z.log_softmax(-1).log_softmax(-1), s.y) + _rows(s.z.log_softmax(-1).softmax(-1), s.y)
+    ),
     # surroundings
     "no_grad_head": _no_grad_head,
+    "no_grad_dropout": _no_grad_dropout,
     "no_grad_reader": _no_grad_reader,
     "labels_mutated": _labels_mutated,
     "reader_result_mutated": _reader_result_mutated,
@@ -327,10 +501,46 @@ FUSED: dict[str, Callable[[World], Any]] = {
 }
 
 
-def _mutated_in_place(s: World) -> Any:
+def _mutated_in_another_mode(s: World) -> Any:
     z = s.z
-    z /= 2
+    with torch.no_grad():
+        z /= 2
     return ce(z, s.y)
+
+
+def _no_grad_view_then_write(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        loss = ce(z, s.y)
+    z.neg_()
+    return loss, z.logsumexp(-1)
+
+
+def _mutated_rows(s: World) -> Any:
+    z = s.z
+    z[:, 1:] /= 2
+    return ce(z, s.y)
+
+
+def _mutated_by_rows_through_a_view(s: World) -> Any:
+    z = s.z
+    flat = z.view(-1, VOCAB)
+    z *= s.x[..., :1].exp()
+    return F.cross_entropy(flat, s.y.view(-1))
+
+
+def _temperature_mutated(s: World) -> Any:
+    t = s.c[:1].clone()
+    z = s.z.detach() * t
+    t.add_(1)
+    return z.logsumexp(-1)
+
+
+def _log_sum_exp_mutated(s: World) -> Any:
+    z = s.z.detach()
+    lse = z.logsumexp(-1, keepdim=True)
+    lse += 1
+    return _rows(z - lse, s.y)
 
 
 def _mutated_through_view(s: World) -> Any:
@@ -454,10 +664,6 @@ def _hooked(s: World) -> Any:
     return ce(z, s.y)
 
 
-def _unbound(s: World) -> Any:
-    return sum(F.cross_entropy(z, y) for z, y in zip(s.z.unbind(0), s.y, strict=True))
-
-
 def _mutated_log_probs(s: World) -> Any:
     lp = s.z.detach().log_softmax(-1)
     lp[0] *= 2
@@ -467,11 +673,6 @@ def _mutated_log_probs(s: World) -> Any:
 def _logits_as_argument(s: World) -> Any:
     z = s.z
     return ce(z, s.y) + s.b.type_as(z).sum()
-
-
-def _argmax_beside(s: World) -> Any:
-    z = s.z
-    return ce(z, s.y), z.argmax(-1)
 
 
 def _functional(s: World) -> Any:
@@ -556,10 +757,6 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
         "unknown_reader",
         lambda s: F.cross_entropy(s.z.view(-1, 1), s.y.new_zeros(BATCH * TIME * VOCAB)),
     ),
-    "some_classes": ("unknown_reader", lambda s: F.cross_entropy(s.z[..., :7].reshape(-1, 7), s.y.view(-1) % 7)),
-    "rows_by_tensor": ("unknown_reader", lambda s: ce(s.z[:, s.y[0] * 0], s.y)),
-    "argmax_beside": ("unknown_reader", _argmax_beside),
-    "scaled_by_tensor": ("unknown_reader", lambda s: ce(s.z * s.b[0], s.y)),
     "divided_number": ("unknown_reader", lambda s: ce(2 / s.z, s.y)),
     "capped_log_probs": ("unknown_reader", lambda s: _rows(s.z.log_softmax(-1).tanh(), s.y)),
     "squared": ("unknown_reader", lambda s: ce(s.z * s.z, s.y)),
@@ -575,7 +772,24 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "smaller_index": ("shape", lambda s: s.z.log_softmax(-1).gather(-1, s.y[:, :3, None])),
     "broadcast_index": ("shape", lambda s: torch.take_along_dim(s.z, s.y[:1, :, None], -1)),
     "many_columns": ("unsupported_argument", lambda s: s.z.gather(-1, s.y[..., None].expand(-1, -1, 100))),
-    "mutated": ("mutated", _mutated_in_place),
+    "mutated_in_another_mode": ("mutated", _mutated_in_another_mode),
+    "no_grad_view_then_write": ("mutated", _no_grad_view_then_write),
+    "mutated_rows": ("mutated", _mutated_rows),
+    "mutated_by_rows_through_a_view": ("mutated", _mutated_by_rows_through_a_view),
+    "temperature_mutated": ("operand_mutated", _temperature_mutated),
+    "log_sum_exp_mutated": ("unknown_reader", _log_sum_exp_mutated),
+    "row_temperature_over_a_bias": ("unknown_reader", lambda s: ce(s.zb / s.x[..., :1].exp(), s.y)),
+    "tensor_after_a_softcap": ("unknown_reader", lambda s: ce(torch.tanh(s.z) * s.b[0], s.y)),
+    "mask_of_entries": ("unknown_reader", lambda s: ce(s.z.masked_fill(s.x[..., :1] > s.c, -5.0), s.y)),
+    "one_class": ("unknown_reader", lambda s: s.z[..., 3]),
+    "empty_slice": ("unknown_reader", lambda s: s.z[..., :0].sum(-1)),
+    "slice_of_log_probs": ("unknown_reader", lambda s: s.z.log_softmax(-1)[..., :5].sum(-1)),
+    "several_of_the_largest": ("unknown_reader", lambda s: s.z.topk(3).values),
+    "gradient_of_amax": ("unknown_reader", lambda s: s.z.amax(-1)),
+    "sum_of_probabilities": ("unknown_reader", lambda s: s.z.softmax(-1).sum(-1)),
+    "weighed_by_another": ("unknown_reader", lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1)),
+    "joined_with_others": ("unknown_reader", lambda s: ce(torch.cat([s.z, s.x @ s.w.t() * 2], 1), s.y.repeat(1, 2))),
+    "wider_by_a_tensor": ("unknown_reader", lambda s: (s.z[:, :1] * s.x[..., :1]).logsumexp(-1)),
     "mutated_through_view": ("mutated", _mutated_through_view),
     "mutated_log_probs": ("mutated", _mutated_log_probs),
     "hidden_mutated": ("operand_mutated", _hidden_mutated),
@@ -591,7 +805,6 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "no_grad_view": ("unknown_reader", _no_grad_view),
     "selected_by_tensor": ("unknown_reader", _selected_by_tensor),
     "hooked": ("unknown_reader", _hooked),
-    "unbound": ("unknown_reader", _unbound),
     "frozen_then_hidden_mutated": ("operand_mutated", _frozen_then_hidden_mutated),
     "hidden_mutated_by_dunder": ("operand_mutated", _hidden_mutated_by_dunder),
     "hidden_mutated_by_numpy": ("operand_mutated", _hidden_mutated_by_numpy),

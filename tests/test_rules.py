@@ -16,6 +16,8 @@ from fxfuse.deferred import DeferredLogits
 
 # Their strides are symbols then, which the caller does not know.
 NOT_DYNAMIC = ("returned_from_another_mode", "returned_strided")
+# Where values are written or compared, deferred logits are built; a graph shows what comes of it.
+DENSE_AT_RUN_TIME = ("in_place", "in_place_through_views", "in_place_by_tensors", "normalised_by_hand")
 OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
 # By driver: the programs that ran and the rules that they applied.
 RAN: dict[str, set[Any]] = {"graph": set(), "run time": set()}
@@ -144,7 +146,8 @@ def _compare_at_run_time(program: Callable[[World], Any], device: str) -> int:
 @pytest.mark.parametrize("driver", ["run time"])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_at_run_time(name: str, driver: str, device: str) -> None:
-    assert _compare_at_run_time(FUSED[name], device) == 0
+    reads = _compare_at_run_time(FUSED[name], device)
+    assert (reads > 0) == (name in DENSE_AT_RUN_TIME)
 
 
 @pytest.mark.parametrize("driver", ["run time"])
@@ -172,8 +175,7 @@ def test_every_rule_has_a_program(which: str) -> None:
     if len(RAN[which]) < len(FUSED) + len(KEPT) + len(DEFERRED):
         pytest.skip("runs after all programs, in the same process")
     rows = set(rules.TABLE.values()) | (set(rules.HEADS.values()) if which == "graph" else set())
-    untested = {row.apply.__name__ for row in rows if row.apply not in USED[which]}
-    assert untested == {"unsupported"}, "`unsupported` refuses whatever it is called for"
+    assert {row.apply.__name__ for row in rows if row.apply not in USED[which]} == set()
 
 
 def test_the_programs_made_deferred_logits() -> None:

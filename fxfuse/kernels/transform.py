@@ -57,9 +57,27 @@ def transformed(z, TRANSFORM: tl.constexpr):
         elif _name(TRANSFORM, i) == "tanh":
             z = _tanh(z)
             derivative = 1.0 - z * z
-        else:
-            tl.static_assert(_name(TRANSFORM, i) == "sigmoid")
+        elif _name(TRANSFORM, i) == "sigmoid":
             z = 1.0 / (1.0 + tl.exp(-z))
             derivative = z * (1.0 - z)
+        elif _name(TRANSFORM, i) == "clamp_min":
+            derivative = tl.where(z >= _number(TRANSFORM, i), 1.0, 0.0)
+            z = tl.maximum(z, _number(TRANSFORM, i), propagate_nan=tl.PropagateNan.ALL)
+        elif _name(TRANSFORM, i) == "clamp_max":
+            derivative = tl.where(z <= _number(TRANSFORM, i), 1.0, 0.0)
+            z = tl.minimum(z, _number(TRANSFORM, i), propagate_nan=tl.PropagateNan.ALL)
+        elif _name(TRANSFORM, i) == "relu":
+            derivative = tl.where(z > 0.0, 1.0, 0.0)
+            z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        elif _name(TRANSFORM, i) == "softsign":
+            share = 1.0 / (1.0 + tl.abs(z))
+            derivative = share * share
+            z = z * share
+        else:
+            tl.static_assert(_name(TRANSFORM, i) == "logsigmoid")
+            # Of the exponential that is at most 1: log(1 + exp(z)) would overflow.
+            e = tl.exp(-tl.abs(z))
+            derivative = tl.where(z > 0.0, e, 1.0) / (1.0 + e)
+            z = tl.minimum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) - tl.log(1.0 + e)
         slope = slope * derivative
     return z, slope

@@ -1,7 +1,8 @@
 """The rule table: what each torch function does to a value derived from a head.
 
 A rule is one function and the list of callables (and method names) that it is the rule of. It takes the call and
-the described arguments, and returns what the result is: another ``ClassTensor``, or a ``Reader``. It refuses with
+the described arguments, and returns what the result is: another ``ClassTensor``, a ``Reader``, or a tuple of these for
+a function that returns several. It refuses with
 ``call.keep(code, detail)``. A function without a rule makes the head dense, and so does an argument that the rule
 does not name and that has not its default value: an unknown spelling can cost speed, never correctness.
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import ClassTensor, Head, Reader
+from ..compat import has_node
 from ..reasons import Reason, because
 
 
@@ -30,6 +32,10 @@ class Keep(Exception):
         self.reason = reason
 
 
+def _unknown(_: Any) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Call:
     """One application of a torch function.
@@ -39,12 +45,17 @@ class Call:
         out: an example of what eager returns (shape, dtype, device); a tuple where it returns several.
         example: from a handle to an example tensor.
         where: ``file.py:line`` in the user's source, if known.
+        reader_of: from a handle to the reader that returned it, perhaps with axes of size one added since; None where
+            that is not known or something may have written to it.
+        constant: from a handle to the number that it certainly holds, or None.
     """
 
     name: str
     out: Any
     example: Callable[[Any], Tensor]
     where: str | None = None
+    reader_of: Callable[[Any], Reader | None] = _unknown
+    constant: Callable[[Any], float | None] = _unknown
 
     def keep(self, code: str, detail: str = "") -> NoReturn:
         """Refuse: leave the head dense, for the reason ``code``."""
@@ -75,7 +86,7 @@ class Rule:
         except TypeError:
             call.keep("unsupported_argument", f"{call.name} is called in a form that fxfuse does not know")
         given = bound.arguments
-        if self.tracked and not any(isinstance(given.get(name), ClassTensor) for name in self.tracked):
+        if self.tracked and not any(_holds_class_tensor(given.get(name)) for name in self.tracked):
             call.keep("unknown_reader")
         for name, value in given.items():
             if name not in self.tracked and _holds_class_tensor(value):
@@ -99,6 +110,8 @@ def _holds_class_tensor(value: Any) -> bool:
 
 
 TABLE: dict[Function, Rule] = {}
+# Functions that write what a rule says of them into their first argument.
+IN_PLACE: dict[Function, Rule] = {}
 HEADS: dict[Function, Rule] = {}
 
 
@@ -126,12 +139,13 @@ def rule(
     tracked: tuple[str, ...] = ("input",),
     reads: str = "",
     derives: bool | None = None,
+    in_place: tuple[Function, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated function the rule of ``functions`` (callables, or names of tensor methods).
 
     Arguments are bound by the signature of ``like``, of the rule itself if not given; the rule receives those
     that it names. ``tracked`` are the arguments that may be described values. A rule that ``reads`` derives nothing,
-    unless it says so.
+    unless it says so. ``in_place`` are the functions that do the same to their first argument.
     """
     keeps_classes = not reads if derives is None else derives
 
@@ -140,15 +154,21 @@ def rule(
         signature = inspect.signature(like) if like else own
         return Rule(apply, signature, tracked, frozenset(own.parameters), reads, keeps_classes)
 
-    return _register(TABLE, functions, make)
+    def decorate(apply: Callable[..., Any]) -> Callable[..., Any]:
+        _register(IN_PLACE, in_place, make)(apply)
+        return _register(TABLE, functions, make)(apply)
+
+    return decorate
 
 
-def head(*functions: Function) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make the decorated function say which ``Head``, if any, a call of ``functions`` is."""
+def head(
+    *functions: Function, like: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the decorated function say which ``Head``, if any, a call of ``functions`` is; ``like`` as for a rule."""
 
     def make(apply: Callable[..., Any]) -> Rule:
         own = _after_call(apply)
-        return Rule(apply, own, (), frozenset(own.parameters))
+        return Rule(apply, inspect.signature(like) if like else own, (), frozenset(own.parameters))
 
     return _register(HEADS, functions, make)
 
@@ -165,18 +185,31 @@ def head_of(function: Function, call: Call, args: tuple[Any, ...], kwargs: Mappi
     return found
 
 
+Outcome = ClassTensor | Reader
+
+
+def outcomes_of(call: Call, result: Any) -> list[tuple[Outcome, Any]]:
+    """What a rule returned, taken apart, each with what eager returns there, and cut off where that is."""
+    many = isinstance(result, tuple)
+    pairs = list(zip(result, call.out, strict=True)) if many else [(result, call.out)]
+    return [(cut_off(replace(call, out=out), one), out) for one, out in pairs]
+
+
 @overload
 def cut_off(call: Call, outcome: ClassTensor) -> ClassTensor: ...
 @overload
 def cut_off(call: Call, outcome: Reader) -> Reader: ...
-def cut_off(call: Call, outcome: ClassTensor | Reader) -> ClassTensor | Reader:
+def cut_off(call: Call, outcome: Outcome) -> Outcome:
     """``outcome``, marked where no_grad keeps gradients from flowing through it.
 
     A view that is made under no_grad of a tensor that requires grad claims to require it too, but has no grad_fn.
     What is read of it later with gradients on then requires grad to no effect, which the fused ops do not imitate.
     """
     source: ClassTensor = outcome.source if isinstance(outcome, Reader) else outcome
-    if call.out.requires_grad and call.out.grad_fn is not None:
+    has_gradient = call.out.requires_grad and has_node(call.out)
+    if has_gradient is None:
+        call.keep("mutated", "something, while a view of them that was made under no_grad is used,")
+    if has_gradient:
         if not source.requires_grad:
             call.keep("unknown_reader", f"{call.name}, with gradients on, of a view that was made under no_grad,")
         return outcome

@@ -1,14 +1,15 @@
-"""``log_softmax``, and picking entries of logits or log-probabilities by class."""
+"""``softmax`` and ``log_softmax``, and picking entries of logits or of these by class."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..algebra import Emit, Handle, Index, Logits, LogProbs, Reader, Statistics, as_log_probs
+from ..algebra import ClassTensor, Emit, Handle, Index, Logits, LogProbs, Probs, Reader, Statistics, become
 from ..compat import same
 from . import Call, rule
 from .casts import converted
@@ -18,29 +19,56 @@ from .statistics import along_classes, times
 MAX_COLUMNS = 64
 
 
+def _normalised(call: Call, kind: type[ClassTensor], input: Any, dim: Any) -> ClassTensor:
+    """``softmax`` or ``log_softmax``, to which log-probabilities are as good as logits."""
+    if not isinstance(input, Logits) and not (isinstance(input, LogProbs) and input.factor == 1.0):
+        call.keep("unknown_reader", f"{call.name} of something other than logits")
+    along_classes(call, input, dim)
+    return become(kind, input, call.name, dtype=converted(call, input, call.out.dtype))
+
+
 @rule(torch.log_softmax, torch.special.log_softmax, "log_softmax", reads="loss", derives=True,
       like=lambda input, dim, dtype=None: None)  # fmt: skip
 @rule(F.log_softmax, like=F.log_softmax, reads="loss", derives=True)
-def log_softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> LogProbs:
-    if not isinstance(input, Logits):
-        call.keep("unknown_reader", "log_softmax of log-probabilities")
-    along_classes(call, input, dim)
-    return as_log_probs(input, call.name, converted(call, input, call.out.dtype))
+def log_softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> ClassTensor:
+    return _normalised(call, LogProbs, input, dim)
+
+
+@rule(torch.softmax, torch.special.softmax, "softmax", reads="scores", derives=True,
+      like=lambda input, dim, dtype=None: None)  # fmt: skip
+@rule(F.softmax, like=F.softmax, reads="scores", derives=True)
+def softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> ClassTensor:
+    return _normalised(call, Probs, input, dim)
+
+
+@rule(torch.exp, "exp")
+def exp(call: Call, input: Any) -> ClassTensor:
+    if not isinstance(input, LogProbs) or input.factor != 1.0:
+        call.keep("unknown_reader")
+    return become(Probs, input, call.name)
+
+
+@rule(torch.log, "log")
+def log(call: Call, input: Any) -> ClassTensor:
+    if not isinstance(input, Probs) or input.factor != 1.0:
+        call.keep("unknown_reader")
+    return become(LogProbs, input, call.name)
 
 
 @rule(torch.gather, "gather", reads="loss")
 def gather(call: Call, input: Any, dim: Any, index: Any, *, sparse_grad: Any = False) -> Reader:
     if sparse_grad:
         call.keep("unsupported_argument", "gather has sparse_grad=True")
-    return _picked(call, input, dim, index)
+    return _picked(call, input, dim, index, wraps=False)
 
 
 @rule(torch.take_along_dim, "take_along_dim", reads="loss")
 def take_along_dim(call: Call, input: Any, indices: Any, dim: Any = None) -> Reader:
-    return _picked(call, input, dim, indices)
+    return _picked(call, input, dim, indices, wraps=True)
 
 
-def _picked(call: Call, input: Any, dim: Any, index: Any) -> Reader:
+def _picked(call: Call, input: Any, dim: Any, index: Any, wraps: bool) -> Reader:
+    """``wraps``: the index counts on from the start where it passes the end, as ``take_along_dim`` has it."""
     along_classes(call, input, dim)
     like = call.example(index)
     if like.dtype != torch.int64:
@@ -55,19 +83,46 @@ def _picked(call: Call, input: Any, dim: Any, index: Any) -> Reader:
     if not isinstance(columns, int) or columns > MAX_COLUMNS or columns == 0:
         call.keep("unsupported_argument", f"{call.name} picks {columns} classes a row; fxfuse picks 1 to {MAX_COLUMNS}")
     last = axis == max(like.dim(), 1) - 1
-    normalised = isinstance(input, LogProbs)
 
     def rows_first(emit: Emit) -> Handle:
         return index if last else emit(torch.movedim, index, axis, -1)
 
     def make(emit: Emit) -> Handle:
         flat = emit(torch.reshape, rows_first(emit), (-1, columns))
-        return emit(ops.check_index, flat, input.head.vocab, None)
+        return emit(ops.check_index, emit(torch.remainder, flat, input.vocab) if wraps else flat, input.vocab, None)
 
     def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
-        picked = times(emit, stats.log_prob, input.factor) if normalised else stats.picked
-        shaped = emit(torch.Tensor.reshape_as, picked, rows_first(emit))
+        shaped = emit(torch.Tensor.reshape_as, entries(emit, stats), rows_first(emit))
         return shaped if last else emit(torch.movedim, shaped, -1, axis)
 
+    entries = _entries(call, input)
     # How the rows lie in the index depends on the axis, so the axis is part of what the index is.
-    return Reader(input, call.name, finish, Index(make, (index, "gather", axis)), operands=(index,))
+    return Reader(input, call.name, finish, Index(make, (index, "gather", axis, wraps)), operands=(index,))
+
+
+def entry_of_each(call: Call, input: ClassTensor, index: Handle) -> Reader:
+    """The entry ``index[i]`` of row i of ``input``, whose class axis is the last; negative ones count from the end."""
+
+    def make(emit: Emit) -> Handle:
+        shape = tuple(input.shape[:-1])
+        full = index if tuple(emit.example(index).shape) == shape else emit(torch.broadcast_to, index, shape)
+        wrapped = emit(torch.where, emit(torch.lt, full, 0), emit(torch.add, full, input.vocab), full)
+        return emit(ops.check_index, emit(torch.reshape, wrapped, (-1, 1)), input.vocab, None)
+
+    def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
+        column = emit(torch.select, input.hidden_states(emit), -1, 0)
+        return emit(torch.Tensor.reshape_as, entries(emit, stats), column)
+
+    entries = _entries(call, input)
+    return Reader(input, call.name, finish, Index(make, (index, "entry")), operands=(index,))
+
+
+def _entries(call: Call, input: ClassTensor) -> Callable[[Emit, Statistics], Handle]:
+    """How to make the picked entries of ``input`` from the statistics."""
+    if isinstance(input, Logits):
+        return lambda emit, stats: stats.picked
+    if isinstance(input, LogProbs):
+        return lambda emit, stats: times(emit, stats.log_prob, input.factor)
+    if isinstance(input, Probs):
+        return lambda emit, stats: times(emit, emit(torch.exp, stats.log_prob), input.factor)
+    call.keep("unknown_reader", f"{call.name} of products of logits")

@@ -63,7 +63,7 @@ def _class_index_loss(
         call.keep("dtype", f"{call.name} has targets of {labels.dtype}")
     if weight is not None:
         like = call.example(weight)
-        if like.dim() != 1 or not same(like.shape[0], input.head.vocab):
+        if like.dim() != 1 or not same(like.shape[0], input.vocab):
             call.keep("shape", f"{call.name} has a class weight of shape {tuple(like.shape)}")
         if like.requires_grad:
             call.keep("unsupported_argument", f"{call.name} has a class weight that requires a gradient")
@@ -77,11 +77,11 @@ def _class_index_loss(
         call.keep("unsupported_argument", f"{call.name} has reduction={reduction!r}")
 
     acc = acc_dtype(input.head.dtype)
-    formula = _ClassIndexLoss(input.head.vocab, weight, float(label_smoothing), reduction, input.factor, acc)
+    formula = _ClassIndexLoss(input.vocab, weight, float(label_smoothing), reduction, input.factor, acc)
 
     def make(emit: Emit) -> Handle:
         # The class axis is axis 1 of the logits and absent from the target: rows flatten in the same order.
-        clean = emit(ops.check_index, emit(torch.reshape, target, (-1,)), input.head.vocab, ignore_index)
+        clean = emit(ops.check_index, emit(torch.reshape, target, (-1,)), input.vocab, ignore_index)
         return emit(torch.unsqueeze, clean, 1)
 
     def finish(emit: Emit, stats: Statistics, index: Handle | None) -> Handle:

@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-from ..algebra import ClassTensor, Emit, Handle, Logits, Reader, Statistics
+from ..algebra import (
+    ClassTensor,
+    Emit,
+    Handle,
+    Logits,
+    LogProbs,
+    Probs,
+    Reader,
+    Statistics,
+    WeighedLogits,
+    WeighedLogProbs,
+)
 from . import Call, rule
 from .casts import converted
 
@@ -17,7 +28,7 @@ def logsumexp(call: Call, input: Any, dim: Any, keepdim: Any = False) -> Reader:
     if not isinstance(input, Logits):
         call.keep("unknown_reader", "logsumexp of log-probabilities")
     along_classes(call, input, dim)
-    return Reader(input, call.name, _one_a_row(input, keepdim, lambda emit, stats: stats.lse))
+    return Reader(input, call.name, _one_a_row(input, keepdim, lambda emit, stats: stats.lse), log_sum_exp=True)
 
 
 @rule(torch.sum, "sum", reads="scores")
@@ -27,21 +38,75 @@ def sum(call: Call, input: Any, dim: Any = None, keepdim: Any = False, *, dtype:
 
 @rule(torch.mean, "mean", reads="scores")
 def mean(call: Call, input: Any, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> Reader:
-    return _total(call, input, dim, keepdim, 1.0 / input.head.vocab)
+    return _total(call, input, dim, keepdim, 1.0 / input.vocab)
 
 
 def _total(call: Call, input: Any, dim: Any, keepdim: Any, share: float) -> Reader:
     """The sum over the vocabulary, times ``share``."""
     along_classes(call, input, dim)
     converted(call, input, call.out.dtype)
-    vocab = float(input.head.vocab)
+    if type(input) not in _TOTALS:
+        call.keep("unknown_reader", f"{call.name} of probabilities")
 
     def total(emit: Emit, stats: Statistics) -> Handle:
-        if isinstance(input, Logits):
-            return times(emit, stats.class_sum, share)
-        return times(emit, emit(torch.sub, stats.class_sum, emit(torch.mul, stats.lse, vocab)), share * input.factor)
+        return times(emit, _TOTALS[type(input)](emit, stats, input.vocab), share * input.factor)
 
-    return Reader(input, call.name, _one_a_row(input, keepdim, total), want_class_sum=True)
+    weighed = isinstance(input, (WeighedLogits, WeighedLogProbs))
+    finish = _one_a_row(input, keepdim, total)
+    return Reader(input, call.name, finish, want_class_sum=not weighed, want_entropy=weighed)
+
+
+# The sum over the vocabulary of each kind, from the statistics and the size of the vocabulary.
+_TOTALS: dict[type[ClassTensor], Callable[[Emit, Statistics, int], Handle]] = {
+    Logits: lambda emit, s, vocab: s.class_sum,
+    LogProbs: lambda emit, s, vocab: emit(torch.sub, s.class_sum, emit(torch.mul, s.lse, float(vocab))),
+    WeighedLogits: lambda emit, s, vocab: emit(torch.sub, s.lse, s.entropy),
+    WeighedLogProbs: lambda emit, s, vocab: emit(torch.neg, s.entropy),
+}
+
+
+def _most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader]:
+    """The largest entry of each row, and its class."""
+    along_classes(call, input, dim)
+    if input.factor < 0 or isinstance(input, (WeighedLogits, WeighedLogProbs)):
+        call.keep("unknown_reader", f"{call.name} of something other than logits")
+
+    def top(emit: Emit, stats: Statistics) -> Handle:
+        if isinstance(input, Logits):
+            return stats.top
+        log_prob = emit(torch.sub, stats.top, stats.lse)
+        return times(emit, emit(torch.exp, log_prob) if isinstance(input, Probs) else log_prob, input.factor)
+
+    values = Reader(input, call.name, _one_a_row(input, keepdim, top), want_top=True)
+    return values, _classes_of_most(call, input, keepdim)
+
+
+def _classes_of_most(call: Call, input: Any, keepdim: Any) -> Reader:
+    return Reader(input, call.name, _one_a_row(input, keepdim, lambda emit, stats: stats.argmax), want_top=True)
+
+
+@rule(torch.argmax, "argmax", reads="scores")
+def argmax(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Reader:
+    return _most(call, input, dim, keepdim)[1]
+
+
+@rule(torch.max, "max", reads="scores", like=lambda input, dim=None, keepdim=False: None)
+def largest(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> tuple[Reader, Reader]:
+    return _most(call, input, dim, keepdim)
+
+
+@rule(torch.amax, "amax", reads="scores")
+def amax(call: Call, input: Any, dim: Any = (), keepdim: Any = False) -> Reader:
+    if input.requires_grad:
+        call.keep("unknown_reader", "amax, whose gradient is shared among equals,")
+    return _most(call, input, dim, keepdim)[0]
+
+
+@rule(torch.topk, "topk", reads="scores", like=lambda input, k, dim=-1, largest=True, sorted=True: None)
+def topk(call: Call, input: Any, k: Any, dim: Any = -1, sorted: Any = True) -> tuple[Reader, Reader]:
+    if k != 1:
+        call.keep("unknown_reader", f"topk of {k} classes")
+    return _most(call, input, dim, True)
 
 
 def times(emit: Emit, handle: Handle, factor: float) -> Handle:
@@ -68,10 +133,3 @@ def along_classes(call: Call, input: Any, dim: Any) -> None:
     dims = max(len(input.shape), 1)
     if not isinstance(dim, int) or not -dims <= dim < dims or dim % dims != input.class_dim:
         call.keep("class_dim")
-
-
-@rule(torch.softmax, torch.nn.functional.softmax, "softmax", torch.argmax, "argmax", torch.topk, "topk",
-      torch.max, "max", "amax", torch.amax, reads="scores", like=lambda input, *_args, **_kwargs: None)  # fmt: skip
-def unsupported(call: Call, input: Any) -> Reader:
-    """Readers of logits that have no rule yet: listed so that the head they read is reported."""
-    call.keep("unknown_reader")

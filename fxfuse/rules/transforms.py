@@ -1,4 +1,4 @@
-"""Arithmetic on logits that leaves them logits, and on log-probabilities that scales them."""
+"""Pointwise arithmetic that leaves logits logits, and products that leave what is made of them such."""
 
 from __future__ import annotations
 
@@ -7,26 +7,45 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from ..algebra import ClassTensor, Logits, LogProbs, derive
+from ..algebra import (
+    ClassOp,
+    ClassTensor,
+    Logits,
+    LogProbs,
+    Probs,
+    RowOp,
+    WeighedLogits,
+    WeighedLogProbs,
+    become,
+    derive,
+    of_classes,
+)
+from ..compat import same
 from ..transform import Step, then
 from . import Call, rule
+from .casts import converted
+
+# --- by a number ------------------------------------------------------------------------------------------------
 
 
-def _then(call: Call, input: Any, step: Step) -> ClassTensor:
+def _then(call: Call, input: Any, *steps: Step) -> ClassTensor:
     if not isinstance(input, Logits):
         call.keep("unknown_reader")
-    transform = then(input.transform, step)
-    number = transform[-1].number
-    if not math.isfinite(number) or (number == 0.0 and step.name == "mul"):
-        call.keep("unsupported_argument", f"{call.name} with {number}")
+    transform = input.transform
+    for step in steps:
+        transform = then(transform, step)
+        number = transform[-1].number
+        if not math.isfinite(number) or (number == 0.0 and step.name == "mul"):
+            call.keep("unsupported_argument", f"{call.name} with {number}")
     return derive(input, call.name, transform=transform)
 
 
 def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
     if not math.isfinite(factor) or factor == 0.0:
         call.keep("unsupported_argument", f"{call.name} scales the logits by {factor}")
-    if isinstance(input, LogProbs):
+    if not isinstance(input, Logits):
         if not math.isfinite(input.factor * factor) or input.factor * factor == 0.0:
             call.keep("unsupported_argument", f"{call.name} scales log-probabilities by {input.factor * factor}")
         return derive(input, call.name, factor=input.factor * factor)
@@ -38,53 +57,215 @@ def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
     return derive(input, call.name, scale=scale)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _number(call: Call, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is_number(value):
         call.keep("unknown_reader", f"{call.name} by something other than a number")
     return float(value)
 
 
-@rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__", tracked=("input", "other"))
+# --- by a tensor ------------------------------------------------------------------------------------------------
+
+
+def _like(call: Call, input: ClassTensor, other: Any) -> torch.Tensor:
+    """An example of the tensor ``other``, with which ``input`` keeps its shape."""
+    example = call.example(other)
+    if not isinstance(example, torch.Tensor):
+        call.keep("unknown_reader", f"{call.name} with something that is neither a number nor a tensor")
+    shape = tuple(call.out.shape)
+    if len(shape) != len(input.shape) or not all(same(a, b) for a, b in zip(shape, input.shape, strict=True)):
+        call.keep("unknown_reader", f"{call.name} with a tensor of shape {tuple(example.shape)}, which adds rows,")
+    return example
+
+
+def _is_one_a_row(input: ClassTensor, like: torch.Tensor) -> bool:
+    axis = like.dim() - (len(input.shape) - input.class_dim)
+    return axis < 0 or (isinstance(like.shape[axis], int) and like.shape[axis] == 1 and input.vocab != 1)
+
+
+def _is_one_a_class(input: ClassTensor, like: torch.Tensor) -> bool:
+    axis = like.dim() - (len(input.shape) - input.class_dim)
+    others = (size for i, size in enumerate(like.shape) if i != axis)
+    return axis >= 0 and same(like.shape[axis], input.vocab) and all(same(size, 1) for size in others)
+
+
+def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> ClassTensor:
+    like = _like(call, input, other)
+    if not isinstance(input, Logits):
+        call.keep("unknown_reader", f"{call.name} of log-probabilities by a tensor")
+    if input.transform:
+        call.keep("unknown_reader", f"{call.name} by a tensor, after another function of the logits,")
+    if like.is_complex():
+        call.keep("dtype", f"{call.name} by a complex tensor")
+    dtype = converted(call, input, call.out.dtype)
+    if _is_one_a_row(input, like):
+        op = RowOp(function, (other,))
+        if input.is_linear:
+            return derive(input, call.name, op, dtype=dtype)
+        if like.dim() > 0:
+            call.keep("unknown_reader", f"{call.name} by a tensor, of logits with a bias,")
+        classes = (*input.class_ops, ClassOp("scale_bias", (function, other)))
+        return derive(input, call.name, op, dtype=dtype, class_ops=classes)
+    if _is_one_a_class(input, like):
+        return of_classes(input, call.name, ClassOp("scale", (function, other)), dtype=dtype)
+    call.keep("unknown_reader", f"{call.name} by a tensor of shape {tuple(like.shape)}")
+
+
+def _shifted_by_tensor(call: Call, input: Any, other: Any, sign: float) -> ClassTensor:
+    like = _like(call, input, other)
+    if not isinstance(input, Logits) or input.transform or not _is_one_a_class(input, like):
+        call.keep("unknown_reader", f"{call.name} with a tensor of shape {tuple(like.shape)}")
+    if not like.is_floating_point():
+        call.keep("unknown_reader", f"{call.name} with {like.dtype}")
+    op = ClassOp("shift", (other, sign / input.scale), shifts=True)
+    return of_classes(input, call.name, op, dtype=converted(call, input, call.out.dtype))
+
+
+_WEIGHED: dict[type[ClassTensor], type[ClassTensor]] = {Logits: WeighedLogits, LogProbs: WeighedLogProbs}
+
+
+def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
+    """Probabilities times the logits that they are of."""
+    probs, other = (a, b) if isinstance(a, Probs) else (b, a)
+    kind = _WEIGHED.get(type(other))
+    alike = a.head is b.head and a.row_key(whole=True) == b.row_key(whole=True) and a.logits_key() == b.logits_key()
+    if not isinstance(probs, Probs) or kind is None or not alike or a.class_dim != b.class_dim:
+        call.keep("unknown_reader", f"{call.name} of logits by logits")
+    if a.requires_grad != b.requires_grad:
+        call.keep("unknown_reader", f"{call.name} of logits by detached ones")
+    factor = a.factor * b.factor
+    return become(kind, other, call.name, dtype=converted(call, other, call.out.dtype), factor=factor)
+
+
+@rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__", tracked=("input", "other"),
+      in_place=(operator.imul, "mul_", "multiply_", "__imul__"))  # fmt: skip
 def mul(call: Call, input: Any, other: Any) -> ClassTensor:
+    if isinstance(input, ClassTensor) and isinstance(other, ClassTensor):
+        return _weighed(call, input, other)
     if not isinstance(input, ClassTensor):
         input, other = other, input
-    return _scaled(call, input, _number(call, other))
+    if _is_number(other):
+        return _scaled(call, input, float(other))
+    return _scaled_by_tensor(call, input, torch.mul, other)
 
 
-@rule(operator.truediv, "__truediv__")
+@rule(operator.truediv, "__truediv__", in_place=(operator.itruediv, "__itruediv__"))
 @rule(torch.div, torch.divide, torch.true_divide, "div", "divide", "true_divide",
-      like=lambda input, other, *, rounding_mode=None: None)  # fmt: skip
+      in_place=("div_", "divide_", "true_divide_"), like=lambda input, other, *, rounding_mode=None: None)  # fmt: skip
 def div(call: Call, input: Any, other: Any) -> ClassTensor:
-    divisor = _number(call, other)
-    if divisor == 0.0:
+    if not _is_number(other):
+        return _scaled_by_tensor(call, input, torch.div, other)
+    if other == 0:
         call.keep("unsupported_argument", f"{call.name} divides the logits by zero")
-    return _scaled(call, input, 1.0 / divisor)
+    return _scaled(call, input, 1.0 / other)
 
 
-@rule(operator.neg, torch.neg, torch.negative, "neg", "negative", "__neg__")
+@rule(operator.neg, torch.neg, torch.negative, "neg", "negative", "__neg__", in_place=("neg_", "negative_"))
 def neg(call: Call, input: Any) -> ClassTensor:
     return _scaled(call, input, -1.0)
 
 
-@rule(operator.add, "__add__", "__radd__", tracked=("input", "other"))
-@rule(torch.add, "add", like=lambda input, other, *, alpha=1: None, tracked=("input", "other"))
+@rule(operator.add, "__add__", "__radd__", tracked=("input", "other"), in_place=(operator.iadd, "__iadd__"))
+@rule(torch.add, "add", like=lambda input, other, *, alpha=1: None, tracked=("input", "other"), in_place=("add_",))
 def add(call: Call, input: Any, other: Any) -> ClassTensor:
     if not isinstance(input, ClassTensor):
         input, other = other, input
-    return _then(call, input, Step("add", _number(call, other)))
+    if _is_number(other):
+        return _then(call, input, Step("add", float(other)))
+    if isinstance(other, ClassTensor):
+        call.keep("unknown_reader", f"{call.name} of logits to logits")
+    return _shifted_by_tensor(call, input, other, 1.0)
 
 
-@rule(operator.sub, "__sub__")
-@rule(torch.sub, torch.subtract, "sub", "subtract", like=lambda input, other, *, alpha=1: None)
+@rule(operator.sub, "__sub__", in_place=(operator.isub, "__isub__"))
+@rule(torch.sub, torch.subtract, "sub", "subtract", like=lambda input, other, *, alpha=1: None,
+      in_place=("sub_", "subtract_"))  # fmt: skip
 def sub(call: Call, input: Any, other: Any) -> ClassTensor:
-    return _then(call, input, Step("add", -_number(call, other)))
+    if _is_number(other):
+        return _then(call, input, Step("add", -float(other)))
+    read = call.reader_of(other)
+    if isinstance(input, Logits) and read is not None and read.is_log_sum_exp_of(input):
+        return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype))
+    return _shifted_by_tensor(call, input, other, -1.0)
 
 
-@rule(torch.tanh, "tanh")
+# --- functions of one logit -------------------------------------------------------------------------------------
+
+
+@rule(torch.tanh, F.tanh, "tanh", in_place=("tanh_", torch.tanh_))
 def tanh(call: Call, input: Any) -> ClassTensor:
     return _then(call, input, Step("tanh"))
 
 
-@rule(torch.sigmoid, torch.special.expit, "sigmoid")
+@rule(torch.sigmoid, torch.special.expit, F.sigmoid, "sigmoid", in_place=("sigmoid_", torch.sigmoid_))
 def sigmoid(call: Call, input: Any) -> ClassTensor:
     return _then(call, input, Step("sigmoid"))
+
+
+@rule(torch.relu, "relu", in_place=("relu_", torch.relu_))
+@rule(F.relu, like=lambda input, inplace=False: None)
+def relu(call: Call, input: Any) -> ClassTensor:
+    return _then(call, input, Step("relu"))
+
+
+@rule(F.softsign)
+def softsign(call: Call, input: Any) -> ClassTensor:
+    return _then(call, input, Step("softsign"))
+
+
+@rule(F.logsigmoid)
+def logsigmoid(call: Call, input: Any) -> ClassTensor:
+    return _then(call, input, Step("logsigmoid"))
+
+
+@rule(torch.clamp, torch.clip, "clamp", "clip", in_place=("clamp_", "clip_", torch.clamp_))
+def clamp(call: Call, input: Any, min: Any = None, max: Any = None) -> ClassTensor:
+    if min is not None and max is not None and _number(call, min) > _number(call, max):
+        call.keep("unsupported_argument", f"{call.name} has min={min} above max={max}")
+    bounds = (("clamp_min", min), ("clamp_max", max))
+    return _then(call, input, *(Step(name, _number(call, bound)) for name, bound in bounds if bound is not None))
+
+
+@rule(torch.clamp_min, "clamp_min", in_place=("clamp_min_",))
+def clamp_min(call: Call, input: Any, min: Any) -> ClassTensor:
+    return clamp(call, input, min=min)
+
+
+@rule(torch.clamp_max, "clamp_max", in_place=("clamp_max_",))
+def clamp_max(call: Call, input: Any, max: Any) -> ClassTensor:
+    return clamp(call, input, max=max)
+
+
+# --- masks of the vocabulary ------------------------------------------------------------------------------------
+
+
+def _masked(call: Call, input: Any, mask: Any, value: Any, elsewhere: bool = False) -> ClassTensor:
+    like = _like(call, input, mask)
+    if not isinstance(value, (int, float)):
+        constant = call.constant(value)
+        if constant is None:
+            call.keep("unknown_reader", f"{call.name} with something other than a number")
+        value = constant
+    if like.dtype != torch.bool or not _is_one_a_class(input, like):
+        call.keep("unknown_reader", f"{call.name} with a mask of {like.dtype} and shape {tuple(like.shape)}")
+    if not isinstance(input, Logits) or input.transform:
+        call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
+    op = ClassOp("fill", (mask, value / input.scale, elsewhere), shifts=True)
+    return of_classes(input, call.name, op, dtype=converted(call, input, call.out.dtype))
+
+
+@rule(torch.masked_fill, "masked_fill", in_place=("masked_fill_",))
+def masked_fill(call: Call, input: Any, mask: Any, value: Any) -> ClassTensor:
+    return _masked(call, input, mask, value)
+
+
+@rule(torch.where, like=lambda condition, input, other: None, tracked=("input", "other"))
+def where(call: Call, condition: Any, input: Any, other: Any) -> ClassTensor:
+    if isinstance(input, ClassTensor) and isinstance(other, ClassTensor):
+        call.keep("unknown_reader", "where with logits on both sides")
+    if isinstance(input, ClassTensor):
+        return _masked(call, input, condition, other, elsewhere=True)
+    return _masked(call, other, condition, input)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..algebra import HIDDEN, ClassTensor, RowOp, derive
+from ..algebra import HIDDEN, ClassOp, ClassTensor, Join, Logits, Reader, RowOp, derive, of_classes
 from ..compat import same
 from . import Call, rule
+from .log_probs import entry_of_each
 
 
 def _dim(call: Call, input: ClassTensor, dim: Any, extra: int = 0) -> int:
@@ -33,7 +35,7 @@ def reshape(call: Call, input: ClassTensor, shape: tuple[Any, ...]) -> ClassTens
     if any(isinstance(size, torch.dtype) for size in sizes):
         call.keep("unknown_reader", f"{call.name} to another dtype")
     # With the class axis last and its size unchanged, row-major order takes whole rows to whole rows.
-    if input.class_dim != len(input.shape) - 1 or len(out) == 0 or not same(out[-1], input.head.vocab):
+    if input.class_dim != len(input.shape) - 1 or len(out) == 0 or not same(out[-1], input.vocab):
         call.keep("unknown_reader", f"{call.name}, which splits or merges the vocabulary,")
     op = RowOp(torch.reshape, ((*sizes[:-1], HIDDEN),), keeps_order=True)
     return derive(input, call.name, op, shape=out, class_dim=len(out) - 1)
@@ -58,7 +60,16 @@ def unsqueeze(call: Call, input: ClassTensor, dim: Any) -> ClassTensor:
 
 
 @rule(torch.squeeze, "squeeze")
-def squeeze(call: Call, input: ClassTensor, dim: Any) -> ClassTensor:
+def squeeze(call: Call, input: ClassTensor, dim: Any = None) -> ClassTensor:
+    if dim is None:
+        ones = [i for i, size in enumerate(input.shape) if same(size, 1)]
+        if len(ones) != len(input.shape) - len(call.out.shape) or input.class_dim in ones:
+            call.keep("unknown_reader", "squeeze of axes that are not known")
+        for axis in reversed(ones):
+            op = RowOp(torch.squeeze, (axis,), keeps_order=True)
+            shape = (*input.shape[:axis], *input.shape[axis + 1 :])
+            input = derive(input, call.name, op, shape=shape, class_dim=input.class_dim - (axis < input.class_dim))
+        return input
     at = _dim(call, input, dim)
     if at == input.class_dim:
         call.keep("unknown_reader", "squeeze of the vocabulary")
@@ -115,6 +126,17 @@ def attribute(call: Call, input: ClassTensor, name: str) -> ClassTensor:
     return _permuted(call, input, order)
 
 
+@rule("expand", like=lambda input, *shape: None)
+def expand(call: Call, input: ClassTensor, shape: tuple[Any, ...]) -> ClassTensor:
+    sizes, out = list(_sizes(tuple(shape))), call.out.shape
+    axis = len(out) - (len(input.shape) - input.class_dim)
+    sizes[axis] = -1
+    return derive(input, call.name, RowOp(torch.Tensor.expand, tuple(sizes)), shape=out, class_dim=axis)
+
+
+# --- selections -------------------------------------------------------------------------------------------------
+
+
 @rule(torch.select, "select")
 def select(call: Call, input: ClassTensor, dim: Any, index: Any) -> ClassTensor:
     at = _dim(call, input, dim)
@@ -129,16 +151,46 @@ def select(call: Call, input: ClassTensor, dim: Any, index: Any) -> ClassTensor:
 @rule(torch.narrow, "narrow")
 def narrow(call: Call, input: ClassTensor, dim: Any, start: Any, length: Any) -> ClassTensor:
     at = _dim(call, input, dim)
-    if at == input.class_dim:
-        call.keep("unknown_reader", "narrow of the vocabulary")
     if not _is_number(call, start) or not _is_number(call, length):
         call.keep("unknown_reader", "narrow by a tensor")
+    if at == input.class_dim:
+        if not isinstance(start, int) or not isinstance(length, int):
+            call.keep("unknown_reader", "narrow of the vocabulary by sizes that are not known")
+        start = start + input.vocab if start < 0 else start
+        return _taken(call, input, call.name, slice(start, start + length), shape=call.out.shape)
     return derive(input, call.name, RowOp(torch.narrow, (at, start, length)), shape=call.out.shape)
 
 
+@rule(torch.roll, "roll")
+def roll(call: Call, input: ClassTensor, shifts: Any, dims: Any = None) -> ClassTensor:
+    return _along_rows(call, input, torch.roll, dims, (shifts, dims))
+
+
+@rule(torch.flip, like=lambda input, dims: None)
+@rule("flip", like=lambda input, *dims: None)
+def flip(call: Call, input: ClassTensor, dims: Any) -> ClassTensor:
+    dims = _sizes(dims if isinstance(dims, tuple) else (dims,))
+    return _along_rows(call, input, torch.flip, dims, (dims,))
+
+
+@rule(torch.index_select, "index_select")
+def index_select(call: Call, input: ClassTensor, dim: Any, index: Any) -> ClassTensor:
+    return _along_rows(call, input, torch.index_select, dim, (dim, index))
+
+
+def _along_rows(call: Call, input: ClassTensor, function: Callable[..., Any], dims: Any, args: Any) -> ClassTensor:
+    """A function that moves or selects entries of axes ``dims``, of which the class axis must be none."""
+    axes = [_dim(call, input, dim) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))]
+    if input.class_dim in axes:
+        call.keep("unknown_reader", f"{call.name} of the vocabulary")
+    return derive(input, call.name, RowOp(function, args), shape=call.out.shape)
+
+
 @rule(operator.getitem, "__getitem__", like=lambda input, index: None)
-def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor:
+def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
     entries = list(index) if isinstance(index, tuple) else [index]
+    if isinstance(index, list):
+        call.keep("unknown_reader", "indexing of the logits by a list")
     dims = len(input.shape)
     taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
     ellipses = [i for i, entry in enumerate(entries) if entry is Ellipsis]
@@ -148,30 +200,79 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor:
     else:
         entries += [slice(None)] * (dims - taken)
     axis, class_dim, place = 0, -1, 0  # of the input; of the class axis in the result; of the result
+    advanced = False
+    classes: slice | None = None
     for i, entry in enumerate(entries):
         if entry is None:
             place += 1
             continue
         if axis == input.class_dim:
-            if not _is_whole(entry, input.head.vocab):
+            if _is_index(call, entry):
+                return _entries(call, input, entries)
+            if not isinstance(entry, slice) or not _is_constant(entry):
                 call.keep("unknown_reader", "a selection of classes")
+            classes = None if _is_whole(entry, input.vocab) else entry
             entries[i], class_dim = slice(None), place
         elif isinstance(entry, slice):
             if not all(part is None or _is_number(call, part) for part in (entry.start, entry.stop, entry.step)):
                 call.keep("unknown_reader", "a slice of the logits by a tensor")
+        elif _is_index(call, entry):
+            advanced = True
         elif not _is_number(call, entry):
-            call.keep("unknown_reader", "indexing of the logits by a tensor or a mask")
+            call.keep("unknown_reader", "indexing of the logits by something unknown")
         place += isinstance(entry, slice)
         axis += 1
+    shape = call.out.shape
+    if advanced:
+        # Where indexed axes end up depends on which they are; the class axis stays the last if it was.
+        if input.class_dim != dims - 1:
+            call.keep("unknown_reader", "indexing of the logits by a tensor, with the vocabulary not last,")
+        class_dim = len(shape) - 1
     op = RowOp(operator.getitem, (tuple(entries),))
-    return derive(input, "[…]", op, shape=call.out.shape, class_dim=class_dim)
+    selected = derive(input, "[…]", op, shape=shape, class_dim=class_dim)
+    return selected if classes is None else _taken(call, selected, "[…]", classes)
 
 
-def _is_whole(entry: Any, size: int) -> bool:
-    """Whether an index entry takes all of an axis."""
-    return (
-        isinstance(entry, slice) and entry.start in (None, 0) and entry.stop in (None, size) and entry.step in (None, 1)
-    )
+def _taken(call: Call, input: ClassTensor, name: str, classes: slice, **changes: Any) -> ClassTensor:
+    """Some of the classes of logits."""
+    if not isinstance(input, Logits):
+        call.keep("unknown_reader", "a selection of classes of log-probabilities")
+    count = len(range(*classes.indices(input.vocab)))
+    if count == 0 or (classes.step or 1) < 1:
+        call.keep("unknown_reader", "an empty selection of classes")
+    return of_classes(input, name, ClassOp("take", (classes,), count), **changes)
+
+
+def _entries(call: Call, input: ClassTensor, entries: list[Any]) -> Reader:
+    """One entry at each position of an index for every axis: rows first, then one class of each."""
+    rows, labels = entries[:-1], entries[-1]
+    if not rows or input.class_dim != len(input.shape) - 1 or not all(_is_index(call, entry) for entry in rows):
+        call.keep("unknown_reader", "indexing of some classes of every row")
+    shape = tuple(call.out.shape)
+    ops = [RowOp(operator.getitem, ((*rows, slice(None)),))]
+    if any(tuple(call.example(row).shape) != shape for row in rows):
+        if not all(isinstance(size, int) for size in shape):
+            call.keep("unknown_reader", "indexing of the logits by tensors of symbolic shapes")
+        ops.append(RowOp(torch.Tensor.expand, (*shape, HIDDEN)))
+    selected = derive(input, "[…]", *ops, shape=(*shape, input.vocab), class_dim=len(shape))
+    return entry_of_each(call, selected, labels)
+
+
+def _is_index(call: Call, entry: Any) -> bool:
+    """Whether an entry of an index is a tensor of indices."""
+    if entry is None or entry is Ellipsis or isinstance(entry, (slice, int, torch.SymInt, tuple, list)):
+        return False
+    like = call.example(entry)
+    return isinstance(like, torch.Tensor) and like.dtype == torch.int64 and like.dim() > 0
+
+
+def _is_constant(entry: slice) -> bool:
+    return all(part is None or isinstance(part, int) for part in (entry.start, entry.stop, entry.step))
+
+
+def _is_whole(entry: slice, size: int) -> bool:
+    """Whether a slice takes all of an axis."""
+    return entry.start in (None, 0) and entry.stop in (None, size) and entry.step in (None, 1)
 
 
 def _is_number(call: Call, value: Any) -> bool:
@@ -179,3 +280,70 @@ def _is_number(call: Call, value: Any) -> bool:
     if not isinstance(value, (int, torch.SymInt)):
         value = call.example(value)
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+# --- several parts ----------------------------------------------------------------------------------------------
+
+
+@rule(torch.split, like=lambda input, split_size_or_sections, dim=0: None)
+@rule("split", like=lambda input, split_size_or_sections, dim=0: None)
+def split(call: Call, input: ClassTensor, split_size_or_sections: Any, dim: Any = 0) -> tuple[ClassTensor, ...]:
+    return _parts(call, input, torch.split, (split_size_or_sections, dim), dim)
+
+
+@rule(torch.chunk, "chunk")
+def chunk(call: Call, input: ClassTensor, chunks: Any, dim: Any = 0) -> tuple[ClassTensor, ...]:
+    return _parts(call, input, torch.chunk, (chunks, dim), dim)
+
+
+@rule(torch.tensor_split, "tensor_split", like=lambda input, indices_or_sections, dim=0: None)
+def tensor_split(call: Call, input: ClassTensor, indices_or_sections: Any, dim: Any = 0) -> tuple[ClassTensor, ...]:
+    return _parts(call, input, torch.tensor_split, (indices_or_sections, dim), dim)
+
+
+@rule(torch.unbind, "unbind")
+def unbind(call: Call, input: ClassTensor, dim: Any = 0) -> tuple[ClassTensor, ...]:
+    at = _dim(call, input, dim)
+    return _parts(call, input, torch.unbind, (dim,), dim, class_dim=input.class_dim - (at < input.class_dim))
+
+
+def _parts(
+    call: Call, input: ClassTensor, function: Callable[..., Any], args: Any, dim: Any, **changes: Any
+) -> tuple[ClassTensor, ...]:
+    if _dim(call, input, dim) == input.class_dim:
+        call.keep("unknown_reader", f"{call.name} of the vocabulary")
+    if not isinstance(call.out, (tuple, list)):
+        call.keep("unknown_reader")
+    whole = RowOp(function, args)
+    return tuple(
+        derive(input, call.name, whole, RowOp(operator.getitem, (i,)), shape=part.shape, **changes)
+        for i, part in enumerate(call.out)
+    )
+
+
+@rule(torch.cat, torch.concat, torch.concatenate, tracked=("tensors",))
+def cat(call: Call, tensors: Any, dim: Any = 0) -> ClassTensor:
+    return _joined(call, torch.cat, tensors, dim, 0)
+
+
+@rule(torch.stack, tracked=("tensors",))
+def stack(call: Call, tensors: Any, dim: Any = 0) -> ClassTensor:
+    return _joined(call, torch.stack, tensors, dim, 1)
+
+
+def _joined(call: Call, function: Callable[..., Any], tensors: Any, dim: Any, added: int) -> ClassTensor:
+    first = tensors[0]
+    if not all(isinstance(t, type(first)) for t in tensors) or not isinstance(first, ClassTensor):
+        call.keep("unknown_reader", f"{call.name} of logits with something else")
+    for other in tensors[1:]:
+        made_alike = first.logits_key() == other.logits_key() and first.factor == other.factor
+        alike = made_alike and first.dtype == other.dtype and first.requires_grad == other.requires_grad
+        if not alike or first.class_dim != other.class_dim or not first.head.shares_classes_with(other.head):
+            call.keep("unknown_reader", f"{call.name} of logits of different kinds")
+    at = _dim(call, first, dim, extra=added)
+    if not added and at == first.class_dim:
+        call.keep("unknown_reader", f"{call.name} of the vocabulary")
+    class_dim = first.class_dim + (added and at <= first.class_dim)
+    shape = call.out.shape
+    joined = replace(first, row_ops=(Join(function, (tuple(tensors), at)),), shape=shape, class_dim=class_dim)
+    return derive(joined, call.name)

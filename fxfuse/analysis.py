@@ -1,0 +1,368 @@
+"""Analysis of a graph: which nodes are heads, what is made of their logits, and how these are read.
+
+Nothing is changed here. A value that no rule covers is followed on as dense, so that the report can name the reader
+that was meant to be fused.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from . import compat
+from .algebra import ClassTensor, Head, Logits, Reader
+from .escape import Escaped
+from .mutation import Timeline, storages, tensors, writes
+from .ops.contract import SUPPORTED_DTYPES
+from .reasons import Reason, because
+from .report.source import function_name, location
+from .rules import IN_PLACE, TABLE, Call, Keep, head_of, outcomes_of
+
+# Without a loss that reads it, an output is called logits when it is this many times wider than its input: more
+# than a gated MLP's projection (28672 / 8192 = 3.5), less than that model's vocabulary (32000 / 8192 = 3.9).
+_VOCABULARY_RATIO = 3.6
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A projection that may turn out to be a head, and what was learnt of it; several whose logits were joined.
+
+    Attributes:
+        node, head: the projection, or the first of several.
+        operands: every tensor that logits are made of, with the node that reads it in eager.
+        readers: the nodes that return what was read of the logits.
+        derived: described nodes, in graph order, projections among them.
+        read: by a loss or the like.
+        shown: returned from the graph, or read by something that also reads other things than logits.
+        class_sizes: V, and those of selections of classes.
+    """
+
+    node: Node
+    head: Head
+    operands: list[tuple[Any, Node]] = field(default_factory=list)
+    readers: list[tuple[Node, Reader]] = field(default_factory=list)
+    derived: list[Node] = field(default_factory=list)
+    escaped: list[Escaped] = field(default_factory=list)
+    kept: Reason | None = None
+    read: bool = False
+    shown: bool = False
+    trail: tuple[str, ...] = ()
+    class_sizes: list[Any] = field(default_factory=list)
+    rows: int = 0  # of all projections, as far as is known
+
+    def keep(self, reason: Reason) -> None:
+        self.kept = self.kept or reason
+
+    @property
+    def is_head(self) -> bool:
+        wide = compat.hint(self.head.vocab) >= _VOCABULARY_RATIO * compat.hint(self.head.hidden)
+        dense = self.kept is not None or bool(self.escaped)
+        return (bool(self.readers) and (self.read or wide)) or (dense and (self.read or (self.shown and wide)))
+
+    def absorb(self, other: Candidate) -> None:
+        """Take over what is known of ``other``, whose logits were joined to these."""
+        self.operands += other.operands
+        self.readers += other.readers
+        self.derived += other.derived
+        self.escaped += other.escaped
+        self.rows += other.rows
+        self.read, self.shown = self.read or other.read, self.shown or other.shown
+
+
+def example_of(handle: Any) -> Any:
+    """The example value of a node; anything else as it is."""
+    return handle.meta.get("example_value") if isinstance(handle, Node) else handle
+
+
+class _Dense:
+    """Marks a value whose head is needed in full; followed on to the reader that the user meant to be fused."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+
+
+# What a node is: one value, or what each of the several that it returns is.
+_Value = ClassTensor | _Dense | tuple[ClassTensor | Reader, ...]
+
+
+class Analysis:
+    """What the projections of a graph turned out to be: ``candidates``, in the order of the graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.candidates: list[Candidate] = []
+        self._values: dict[Node, _Value] = {}
+        self._made: dict[Node, Node] = {}  # where a value became what it is, if it was written to
+        self._results: dict[Node, Reader] = {}
+        self._owner: dict[Head, Candidate] = {}
+        for node in graph.nodes:
+            self._visit(node)
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        return Timeline(self.graph)
+
+    def _visit(self, node: Node) -> None:
+        values = [self._values[n] for n in node.all_input_nodes if n in self._values]
+        if node.op == "output":
+            self._returned(node)
+        elif values:
+            self._use(node, values)
+        if node.op in ("call_function", "call_method"):
+            self._project(node)
+
+    def _project(self, node: Node) -> None:
+        out = example_of(node)
+        if not isinstance(out, Tensor):
+            return
+        call = Call(function_name(node), out, example_of)
+        head = head_of(_key(node), call, node.args, node.kwargs)
+        if head is None:
+            return
+        if not out.requires_grad and self.timeline.region[node].number:
+            head = replace(head, cut_off=True)
+        operands = [(handle, node) for handle in (head.input, head.weight, head.bias)]
+        rows = math.prod(map(compat.hint, out.shape[:-1]))
+        candidate = Candidate(node, head, operands, derived=[node], class_sizes=[head.vocab], rows=rows)
+        self.candidates.append(candidate)
+        reason = _unfit(candidate)
+        if reason is not None:
+            candidate.keep(reason)
+            self._values[node] = _Dense(candidate)
+            return
+        self._owner[head] = candidate
+        self._values[node] = Logits(
+            head, tuple(out.shape), out.dim() - 1, out.dtype, out.requires_grad, trail=(call.name,)
+        )
+
+    def _owner_of(self, value: _Value) -> Candidate:
+        if isinstance(value, _Dense):
+            return value.candidate
+        first = value[0] if isinstance(value, tuple) else value
+        return self._owner[(first.source if isinstance(first, Reader) else first).head]
+
+    def _use(self, node: Node, values: list[_Value]) -> None:
+        where = location(node)
+        entry = TABLE.get(_key(node))
+        for value in values:
+            candidate = self._owner_of(value)
+            if isinstance(value, ClassTensor):
+                candidate.trail = max(candidate.trail, value.trail, key=len)
+            if entry is not None and entry.reads:
+                candidate.read |= entry.reads == "loss"
+                candidate.shown = True
+                candidate.trail = (*candidate.trail, function_name(node))
+            elif entry is None and not self._has_class_axis(node, candidate) and _may_hold_a_loss(node):
+                candidate.shown = True
+        described = [v for v in values if not isinstance(v, _Dense)]
+        if not described or len(described) < len(values):
+            for value in described:
+                self._owner_of(value).keep(because("unknown_reader", function_name(node), where))
+            self._follow(node, self._owner_of(values[0]))
+            return
+        try:
+            self._describe(node, described)
+        except Keep as refused:
+            for value in described:
+                self._owner_of(value).keep(refused.reason)
+            self._follow(node, self._owner_of(described[0]))
+
+    def _describe(self, node: Node, values: Sequence[_Value]) -> None:
+        """Note what the rules make of a node.
+
+        Raises:
+            Keep: they refuse it.
+        """
+        key = _key(node)
+        if isinstance(values[0], tuple) and key is operator.getitem and isinstance(node.args[1], int):
+            self._note(node, values[0][node.args[1]], values)
+            return
+        written = writes(node)
+        if key in IN_PLACE and written.certain and node.args and node.args[0] in self._values:
+            self._write(node, values)
+            return
+        call = self._call(node, example_of(node))
+        if any(argument in self._values for argument in written.arguments):
+            call.keep("mutated" if written.certain else "unknown_reader")
+        if key not in TABLE or any(isinstance(value, tuple) for value in values):
+            call.keep("unknown_reader")
+        result = TABLE[key](call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
+        outcomes = tuple(outcome for outcome, _ in outcomes_of(call, result))
+        self._note(node, outcomes if isinstance(result, tuple) else outcomes[0], values)
+
+    def _call(self, node: Node, out: Any) -> Call:
+        return Call(function_name(node), out, example_of, location(node), self._reader_of, _constant)
+
+    def _note(self, node: Node, outcome: Any, values: Sequence[_Value]) -> None:
+        """Remember that ``node``, which is made of ``values``, is ``outcome``."""
+        owners = dict.fromkeys(map(self._owner_of, values))
+        candidate, *others = sorted(owners, key=self.candidates.index) if len(owners) > 1 else owners
+        for other in others:
+            candidate.absorb(other)
+            self.candidates.remove(other)
+            self._owner.update({head: candidate for head, owner in self._owner.items() if owner is other})
+        if isinstance(outcome, Reader):
+            candidate.readers.append((node, outcome))
+            self._results[node] = outcome
+            return
+        candidate.derived.append(node)
+        self._values[node] = outcome
+        known = {handle for handle, _ in candidate.operands}
+        for one in outcome if isinstance(outcome, tuple) else (outcome,):
+            source = one.source if isinstance(one, Reader) else one
+            new = (h for h in source.handles() if isinstance(h, Node) and h not in known)
+            candidate.operands += ((handle, node) for handle in new)
+
+    def _write(self, node: Node, values: Sequence[_Value]) -> None:
+        """Note what logits become, and every view of them, that are written to as a whole.
+
+        Raises:
+            Keep: they are not, or not so that every view becomes what a rule can tell.
+        """
+        target = node.args[0]
+        assert isinstance(target, Node)
+        out, call = example_of(target), self._call(node, example_of(node))
+        candidate = self._owner_of(values[0])
+        memory = out.untyped_storage().nbytes()
+        # Under another grad mode values change and gradients do not.
+        same_mode = self.timeline.region[node] == self.timeline.region[candidate.node]
+        if not compat.same(memory, out.numel() * out.element_size()) or not same_mode or len(values) > 1:
+            call.keep("mutated")
+        views = [known for known in self._values if storages(known) & storages(target)]
+        by_numbers = not any(isinstance(example_of(arg), Tensor) for arg in node.args[1:])
+        become: dict[Node, Any] = {}
+        whole = self._values[target]
+        for view in views:
+            value = self._values[view]
+            if not isinstance(value, ClassTensor) or not (by_numbers or self._alike(value, whole)):
+                call.keep("mutated", f"{call.name}, through a view,")
+            args = (value, *self._fill(node.args[1:]))
+            viewed = self._call(node, example_of(view))
+            ((become[view], _),) = outcomes_of(viewed, IN_PLACE[_key(node)](viewed, args, node.kwargs))
+        self._note(node, become[target], values)
+        for view, value in become.items():
+            self._values[view] = value
+            self._made[view] = node
+
+    @staticmethod
+    def _alike(value: ClassTensor, other: Any) -> bool:
+        return value.class_dim == other.class_dim and _same_shape(value.shape, other.shape)
+
+    def _reader_of(self, handle: Any) -> Reader | None:
+        node = handle
+        while isinstance(node, Node) and node not in self._results and _adds_axes(node):
+            node = node.args[0]
+        reader = self._results.get(node)
+        if reader is None or compat.version(example_of(node)):
+            return None
+        expected = list(reader.source.shape)
+        expected[reader.source.class_dim] = 1
+        return reader if _same_shape(example_of(handle).shape, expected) else None
+
+    def _fill(self, argument: Any) -> Any:
+        """``argument`` with described nodes replaced by their descriptions."""
+        if isinstance(argument, Node):
+            return self._values.get(argument, argument)
+        if isinstance(argument, (tuple, list)):
+            return type(argument)(self._fill(a) for a in argument)
+        return argument
+
+    def _follow(self, node: Node, candidate: Candidate) -> None:
+        """Mark what a dense head flows into while it still has a class axis."""
+        entry, out = TABLE.get(_key(node)), example_of(node)
+        if entry is not None and not entry.reads and isinstance(out, Tensor) and out.dim():
+            size = out.shape[-1]
+            if not any(compat.same(size, known) for known in candidate.class_sizes):
+                candidate.class_sizes.append(size)  # a selection of classes, perhaps
+        if self._has_class_axis(node, candidate):
+            self._values[node] = _Dense(candidate)
+
+    @staticmethod
+    def _has_class_axis(node: Node, candidate: Candidate) -> bool:
+        sizes = (size for out in tensors(example_of(node)) for size in out.shape)
+        # Of every node that a dense head flows to, for the report alone: a symbol is not held against a number, which
+        # would ask the solver.
+        known = candidate.class_sizes
+        return any(type(size) is type(other) and compat.same(size, other) for size in sizes for other in known)
+
+    def _returned(self, node: Node) -> None:
+        for source in node.all_input_nodes:
+            value = self._values.get(source)
+            if value is None:
+                continue
+            candidate = self._owner_of(value)
+            candidate.shown = True
+            if isinstance(value, ClassTensor):
+                candidate.escaped.append(Escaped(source, value, self._made.get(source, source)))
+            elif isinstance(value, tuple):
+                candidate.keep(because("returned", "as one of several parts", location(source)))
+
+
+def _may_hold_a_loss(node: Node) -> bool:
+    """Whether something without a rule that reduces the class axis may be a loss or contain one."""
+    return compat.is_higher_order(node.target) or "loss" in function_name(node)
+
+
+def _adds_axes(node: Node) -> bool:
+    """Whether a node is its first argument with axes of size one added."""
+    if function_name(node) == "unsqueeze":
+        return True
+    entries = node.args[1] if node.target is operator.getitem else ()
+    return isinstance(entries, tuple) and all(e in (None, Ellipsis, slice(None)) for e in entries) and bool(entries)
+
+
+def _same_shape(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(compat.same, a, b))
+
+
+def _constant(handle: Any) -> float | None:
+    """The number that a node holds which makes a tensor of it."""
+    known = isinstance(handle, Node) and handle.target is torch.tensor and len(handle.args) == 1
+    if not known or compat.version(example_of(handle)):
+        return None
+    (value,) = handle.args
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _key(node: Node) -> Any:
+    try:
+        hash(node.target)
+    except TypeError:
+        return None
+    return node.target
+
+
+def _unfit(candidate: Candidate) -> Reason | None:
+    """Why the operands of a projection cannot be fused at all, if so."""
+    head = candidate.head
+    where = location(candidate.node)
+    named = (("the input", head.input), ("the weight", head.weight), ("the bias", head.bias))
+    for name, handle in named:
+        example = example_of(handle)
+        if handle is None:
+            continue
+        if not isinstance(example, Tensor):
+            return because("internal_error", f"{name} has no example value", where)
+        if compat.is_functional_wrapper(example):
+            return because("functional_transform", name, where)
+        if not compat.is_plain(example):
+            return because("subclass", f"{name} ({type(example).__name__})", where)
+        if example.device.type not in ("cpu", "cuda"):
+            return because("device", str(example.device), where)
+        if example.device != example_of(head.input).device:
+            return because("device", f"{example_of(head.input).device} and {example.device}", where)
+    if not isinstance(head.vocab, int) or not isinstance(head.hidden, int) or 0 in (head.vocab, head.hidden):
+        return because("shape", f"the weight has a symbolic or empty shape, {head.vocab} × {head.hidden}", where)
+    if head.bias is not None and tuple(example_of(head.bias).shape) != (head.vocab,):
+        return because("shape", f"the bias has the shape {tuple(example_of(head.bias).shape)}", where)
+    if head.dtype not in SUPPORTED_DTYPES:
+        return because("dtype", f"the logits are {head.dtype}", where)
+    return None
