@@ -97,7 +97,7 @@ class _Planner:
     def _joined(self, known: Pass, node: Node, reader: Reader) -> Pass | None:
         """``known`` with one more reader, or None where they cannot share a computation."""
         first_node, first = known.readers[0]
-        same_rows = first.source.row_key() == reader.source.row_key()
+        same_rows = first.source.head is reader.source.head and first.source.row_key() == reader.source.row_key()
         made_alike = first.source.logits_key() == reader.source.logits_key()
         same_mode = self.timeline.region[first_node] == self.timeline.region[node]
         same_grad = first.source.requires_grad == reader.source.requires_grad

@@ -289,7 +289,8 @@ def _split_rows(s: World) -> Any:
 
 def _chunked_heads(s: World) -> Any:
     chunks = [F.linear(x, s.w) for x in s.x.split(2, dim=1)]
-    return ce(torch.cat(chunks, dim=1), s.y) + torch.stack(chunks[:2]).logsumexp(-1).sum()
+    alone = (chunk.logsumexp(-1) for chunk in chunks)
+    return ce(torch.cat(chunks, dim=1), s.y) + torch.stack(chunks[:2]).logsumexp(-1).sum(), *alone
 
 
 def _joined_rows(s: World) -> Any:
