@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from . import compat
 from .algebra import ClassTensor, Head, Logits, Reader
-from .escape import Escaped
+from .escape import Escaped, chain_between
 from .mutation import Timeline, storages, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
 from .reasons import Reason, because
@@ -229,12 +229,11 @@ class Analysis:
         """
         target = node.args[0]
         assert isinstance(target, Node)
-        out, call = example_of(target), self._call(node, example_of(node))
+        call = self._call(node, example_of(node))
         candidate = self._owner_of(values[0])
-        memory = out.untyped_storage().nbytes()
         # Under another grad mode values change and gradients do not.
         same_mode = self.timeline.region[node] == self.timeline.region[candidate.node]
-        if not compat.same(memory, out.numel() * out.element_size()) or not same_mode or len(values) > 1:
+        if not _fills_memory(target) or not same_mode or len(values) > 1:
             call.keep("mutated")
         views = [known for known in self._values if storages(known) & storages(target)]
         by_numbers = not any(isinstance(example_of(arg), Tensor) for arg in node.args[1:])
@@ -304,11 +303,42 @@ class Analysis:
                 candidate.escaped.append(Escaped(source, value, self._made.get(source, source)))
             elif isinstance(value, tuple):
                 candidate.keep(because("returned", "as one of several parts", location(source)))
+        for candidate in self.candidates:
+            candidate.escaped = self._with_views(candidate)
+
+    def _with_views(self, candidate: Candidate) -> list[Escaped]:
+        """What escapes of a candidate, with views of one memory put together where it is known how to make them."""
+        groups: dict[frozenset[int], list[Escaped]] = {}
+        for escaped in candidate.escaped:
+            groups.setdefault(frozenset(storages(escaped.node)), []).append(escaped)
+        together: list[Escaped] = []
+        for memory, group in groups.items():
+            base = next((n for n in candidate.derived if storages(n) == memory and _fills_memory(n)), None)
+            value = self._values.get(base) if base is not None else None
+            chains = [chain_between(base, e.node) if base is not None else None for e in group]
+            known = [chain for chain in chains if chain is not None]
+            if len(group) == 1 or len(known) < len(group) or not isinstance(value, ClassTensor):
+                together += group
+            elif any(e.value.requires_grad != value.requires_grad for e in group):
+                together += group
+            else:
+                assert base is not None
+                views = tuple((e.node, chain) for e, chain in zip(group, known, strict=True) if e.node is not base)
+                together.append(Escaped(base, value, self._made.get(base, base), views))
+        return together
 
 
 def _may_hold_a_loss(node: Node) -> bool:
     """Whether something without a rule that reduces the class axis may be a loss or contain one."""
     return compat.is_higher_order(node.target) or "loss" in function_name(node)
+
+
+def _fills_memory(node: Node) -> bool:
+    """Whether the tensor that a node returns has all of its memory."""
+    example = example_of(node)
+    if not isinstance(example, Tensor):
+        return False
+    return compat.same(example.untyped_storage().nbytes(), example.numel() * example.element_size())
 
 
 def _adds_axes(node: Node) -> bool:

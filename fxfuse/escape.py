@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -18,15 +19,49 @@ from .eager import dense
 from .mutation import Timeline, storages
 from .report.records import Site
 from .report.source import function_name
+from .rules import IN_PLACE, TABLE
+
+# Functions or names of methods, each with the arguments that follow the tensor.
+Chain = tuple[tuple[Any, tuple[Any, ...], Mapping[str, Any]], ...]
+
+
+def chain_between(base: Node, view: Node) -> Chain | None:
+    """How ``view`` is made of ``base``, if by functions of the table and numbers alone."""
+    steps: list[Any] = []
+    while view is not base:
+        known = view.op in ("call_function", "call_method") and (view.target in TABLE or view.target in IN_PLACE)
+        if not known or not view.args or not isinstance(view.args[0], Node):
+            return None
+        if view.target not in IN_PLACE:  # else it is its argument, which is by now what was written
+            if len(view.all_input_nodes) != 1:
+                return None
+            steps.append((view.target, view.args[1:], view.kwargs))
+        view = view.args[0]
+    return tuple(reversed(steps))
+
+
+def _follow(tensor: Tensor, chain: Chain) -> Tensor:
+    for function, args, kwargs in chain:
+        method = isinstance(function, str)
+        tensor = getattr(tensor, function)(*args, **kwargs) if method else function(tensor, *args, **kwargs)
+    return tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Escaped:
-    """Logits that are returned: the node, what it is, and the node after which it is that."""
+    """Logits that are returned: the node, what it is, and the node after which it is that.
+
+    ``views`` are other nodes that are returned and have the same memory, each with how to make it of the first, which
+    itself need not be returned then.
+    """
 
     node: Node
     value: ClassTensor
     made: Node
+    views: tuple[tuple[Node, Chain], ...] = ()
+
+    def nodes(self) -> set[Node]:
+        return {self.node, *(node for node, _ in self.views)}
 
 
 @dataclass(frozen=True)
@@ -53,6 +88,7 @@ class Escape:
         input, weight, bias: where the operands are.
         layout: strides and offset of what eager returns; None if it is contiguous.
         exposed: whether something else has the memory of the hidden states: the caller, or another output.
+        views: positions of views of the logits, and how each is made.
     """
 
     positions: tuple[int, ...]
@@ -62,6 +98,7 @@ class Escape:
     bias: _Argument | _Result | None
     layout: Layout | None
     exposed: bool
+    views: tuple[tuple[tuple[int, ...], Chain], ...]
 
 
 def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Timeline) -> str:
@@ -72,7 +109,7 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
         return "normalised"
     if value.class_dim != len(value.shape) - 1:
         return "with the vocabulary not last"
-    others = {node for node in output.all_input_nodes if node is not escaped.node}
+    others = {node for node in output.all_input_nodes if node not in escaped.nodes()}
     if any(storages(node) & storages(escaped.node) for node in others):
         return "beside a view of them"
     if any(function_name(node) == "set_" for node in output.graph.nodes):
@@ -126,12 +163,17 @@ def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
     (results,) = output.args
     assert isinstance(results, (tuple, list))
     returned = list(results)
-    positions = tuple(i for i, node in enumerate(returned) if node is escaped.node)
+
+    def positions_of(node: Node) -> tuple[int, ...]:
+        return tuple(i for i, other in enumerate(results) if other is node)
+
+    positions = positions_of(escaped.node)
+    views = tuple((positions_of(view), chain) for view, chain in escaped.views)
     input = value.hidden_states(emit)
     weight, bias = value.classes(emit) if value.class_ops else (head.weight, head.bias)
-    others = (*arguments, *(n for n in output.all_input_nodes if n is not escaped.node))
+    others = (*arguments, *(n for n in output.all_input_nodes if n not in escaped.nodes()))
     exposed = any(storages(input) & storages(node) for node in others)
-    for i in positions:
+    for i in (*positions, *(i for places, _ in views for i in places)):
         returned[i] = input
 
     def place(operand: Node | None) -> _Argument | _Result | None:
@@ -148,7 +190,7 @@ def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
     transposed = head.weight_transposed and not value.class_ops
     bare = replace(head, input=None, weight=None, bias=None, vocab=value.vocab, weight_transposed=transposed)
     logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
-    return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed)
+    return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed, views)
 
 
 def restored(
@@ -183,6 +225,11 @@ def restored(
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:
                 results[i] = logits
+            with torch.set_grad_enabled(escape.value.requires_grad):
+                for places, chain in escape.views:
+                    view = _follow(logits, chain)
+                    for i in places:
+                        results[i] = view
         return results[:count]
 
     return call

@@ -701,6 +701,18 @@ def _returned_twice(s: World) -> Any:
     return z, z.view(-1, VOCAB)
 
 
+def _returned_as_parts(s: World) -> Any:
+    z = s.zb
+    return z[:, 0], z[:, 1:], z.view(-1, VOCAB)[2:], F.cross_entropy(z.mT, s.y)
+
+
+def _returned_written(s: World) -> Any:
+    z = s.z
+    rows = z[:, 1:]
+    z /= 2
+    return ce(z, s.y), z, rows
+
+
 def _returned_after_write(s: World) -> Any:
     x = s.x.detach() * 1
     z = F.linear(x, s.w.detach())
@@ -732,6 +744,12 @@ DEFERRED: dict[str, Callable[[World], Any]] = {
     "returned_of_a_computed_weight": lambda s: F.linear(s.x, s.w * 2),
     "returned_under_no_grad": _no_grad_returned,
     "returned_from_another_mode": _grad_mode_inside,
+    "returned_twice": _returned_twice,
+    "returned_as_parts": _returned_as_parts,
+    "returned_split": lambda s: s.z.split(2, dim=1),
+    "returned_written": _returned_written,
+    "returned_shifted_by_a_bias": lambda s: (s.zb + s.c, (s.z * s.b[0].exp()).contiguous()),
+    "returned_some_classes": lambda s: (s.zb[..., :11], ce(s.z, s.y)),
     "returned_strided": lambda s: (s.z[:, :-1], s.zb.transpose(0, 1), s.z[:, 1]),
 }
 
@@ -742,7 +760,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     ),
     "returned_log_probs": ("returned", _returned_scores),
     "returned_transposed": ("returned", lambda s: s.z.mT),
-    "returned_twice": ("returned", _returned_twice),
+    "returned_beside_log_probs": ("returned", lambda s: (lambda z: (z, z.log_softmax(-1)))(s.z)),
     "returned_after_write": ("returned", _returned_after_write),
     "returned_after_data": ("returned", _returned_after_data),
     "returned_of_a_larger_weight": ("returned", lambda s: F.linear(s.x[0, :1], s.w * 2)),
