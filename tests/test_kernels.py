@@ -673,12 +673,10 @@ def entropy_and_top_of_rows_that_are_not_finite(dtype: torch.dtype) -> None:
 
 @case(each_dtype=True, routes=("general",))
 def gradients_of_entropies_of_any_size(dtype: torch.dtype) -> None:
-    for size in (1e-6, 1e4):
+    for size in (1e-6, 1e3):  # more, and float16 could not hold the results
         p = problem(40, 24, 90, dtype, indexed=0, bias=True, entropy=True, scale=0.2)
         p.g_lse.zero_()
         p.g_entropy *= size
-        p.x *= 1 / size if dtype == torch.float16 and size > 1 else 1  # or float16 could not hold the gradients
-        p.w *= 1 / size if dtype == torch.float16 and size > 1 else 1
         check_gradients(p)
 
 
