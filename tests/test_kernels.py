@@ -91,6 +91,7 @@ class Problem:
     g_picked: Tensor
     g_class_sum: Tensor | None
     transform: str = ""
+    g_entropy: Tensor | None = None
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, float]:
@@ -121,6 +122,7 @@ def problem(
     idle: float = 0.0,
     size: float = 1.0,
     transform: str = "",
+    entropy: bool = False,
     seed: int = 0,
 ) -> Problem:
     """Random operands; a share ``idle`` of rows has no index and zero upstream gradients of size ``size``.
@@ -148,6 +150,7 @@ def problem(
         g_picked=normal(rows, indexed) * works[:, None] * size,
         g_class_sum=normal(rows) * works * size / vocab if class_sum else None,
         transform=transform,
+        g_entropy=normal(rows) * works * size if entropy else None,
     )
     for field in dataclasses.fields(made):
         value = getattr(made, field.name)
@@ -168,6 +171,8 @@ def eager_gradients(p: Problem) -> list[Tensor]:
     total = (z.logsumexp(1) * p.g_lse).sum() + (picked * p.g_picked).sum()
     if p.g_class_sum is not None:
         total = total + ((z if p.class_weight is None else z * p.class_weight).sum(1) * p.g_class_sum).sum()
+    if p.g_entropy is not None:
+        total = total - ((z.softmax(1) * z.log_softmax(1)).sum(1) * p.g_entropy).sum()
     return list(torch.autograd.grad(total, leaves))
 
 
@@ -183,13 +188,18 @@ def error(got: Tensor, want: Tensor) -> float:
     return float(difference / want[finite].abs().max().clamp(min=1e-30))
 
 
-def check_stats(p: Problem, *, skip_unindexed: bool = False) -> None:
-    arguments = p.want_class_sum, skip_unindexed
-    got = cuda.linear_stats(*p.operands, *arguments, transform=p.transform)
-    want = reference.linear_stats(*p.double().operands, *arguments, transform=p.transform)
-    for name, g, r in zip(("lse", "picked", "log_prob", "class_sum"), got[:4], want[:4], strict=True):
+def check_stats(p: Problem, *, skip_unindexed: bool = False, **wanted: bool) -> tuple[Tensor, ...]:
+    """Those that are always there, and those that are ``wanted``; returns what came."""
+    arguments, options = (p.want_class_sum, skip_unindexed), {"transform": p.transform, **wanted}
+    got = cuda.linear_stats(*p.operands, *arguments, **options)
+    want = reference.linear_stats(*p.double().operands, *arguments, **options)
+    names = ("lse", "picked", "log_prob", "class_sum", "residual", "entropy", "top")
+    for name, g, r in zip(names, got, want, strict=False):
         assert g.dtype == torch.float32
-        assert error(g, r) <= STATS_BOUND, (name, error(g, r))
+        if name != "residual":
+            assert error(g, r) <= STATS_BOUND, (name, error(g, r))
+    assert got[7].dtype == torch.int64 and got[7].shape == want[7].shape
+    return got
 
 
 def check_gradients(p: Problem, *, floor: float = 1.0, memory: int = 0) -> None:
@@ -199,18 +209,24 @@ def check_gradients(p: Problem, *, floor: float = 1.0, memory: int = 0) -> None:
     """
     dtype, exact, options = p.x.dtype, p.double(), {"transform": p.transform}
     needs = (True, True, p.bias is not None)
-    exact_lse = reference.linear_stats(*exact.operands, False, False, **options)[0]
+    wanted = {"want_entropy": p.g_entropy is not None}
+    exact_lse, *_, exact_entropy, _, _ = reference.linear_stats(*exact.operands, False, False, **options, **wanted)
     arguments = *exact.operands, exact_lse, exact_lse * 0, *exact.upstream, *needs
-    want = reference.linear_stats_backward(*arguments, **options)
+    entropies = {} if p.g_entropy is None else {"entropy": exact_entropy, "g_entropy": exact.g_entropy}
+    want = reference.linear_stats_backward(*arguments, **options, **entropies)
     allowed = [
         1.5 * error(e, r) + floor * GRADIENT_FLOOR[dtype] for e, r in zip(eager_gradients(p), want, strict=False)
     ]
     # The softmax adds up to one only with the lse of the very same products.
-    lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False, **options)
-    got = cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, *needs, memory=memory, **options)
+    lse, _, _, _, residual, entropy, *_ = cuda.linear_stats(*p.operands, False, False, **options, **wanted)
+    entropies = {} if p.g_entropy is None else {"entropy": entropy, "g_entropy": p.g_entropy}
+    arguments = *p.operands, lse, residual, *p.upstream, *needs
+    got = cuda.linear_stats_backward(*arguments, memory=memory, **options, **entropies)
     for name, g, r, most in zip(("input", "weight", "bias"), got, want, allowed, strict=False):
         assert g.dtype == dtype
         assert error(g, r) <= most, (name, error(g, r), most)
+    if p.g_entropy is not None:  # which no loss with coefficients has
+        return
 
     loss, *got = cuda.linear_loss(*p.operands, *p.upstream, *needs, **options)
     want_loss, *want = reference.linear_loss(*exact.operands, *exact.upstream, *needs, **options)
@@ -527,6 +543,155 @@ def coefficients_that_vary_widely(dtype: torch.dtype) -> None:
     check_gradients(p)
 
 
+# --- entropy and top ------------------------------------------------------------------------------------------
+# The described way has neither: what asks for them takes the general one, for operands of either kind.
+
+BOTH = {"want_entropy": True, "want_top": True}
+
+
+@case(each_dtype=True)
+def entropy_and_top(dtype: torch.dtype) -> None:
+    p = problem(512, 512, 8192, dtype, entropy=True) if HAS_GPU else problem(32, 32, 128, dtype, entropy=True)
+    for wanted in ({"want_entropy": True}, {"want_top": True}, BOTH):
+        *_, argmax = check_stats(p, **wanted)
+    z, _ = reference.logits(p.x.double(), p.w.double(), None, 1.0, "")
+    assert torch.equal(argmax, z.argmax(1))
+    check_gradients(p)
+
+
+@case(each_dtype=True)
+def entropy_and_top_with_every_option(dtype: torch.dtype) -> None:
+    rows, hidden, vocab = (333, 771, 50257) if HAS_GPU else (37, 21, 131)
+    options = {"bias": True, "class_weight": True, "class_sum": True, "idle": 0.3, "entropy": True}
+    for indexed, transform in ((3, ""), (0, ""), (1, "tanh mul:4.0"), (1, "add:5.0 mul:0.4 sigmoid mul:9.0")):
+        p = problem(rows, hidden, vocab, dtype, indexed=indexed, scale=-0.3, transform=transform, **options)
+        check_stats(p, **BOTH)
+        *_, entropy, top, argmax = check_stats(p, skip_unindexed=True, **BOTH)
+        skipped = ~(p.index >= 0).any(1)
+        assert bool(skipped.any()) and not any(bool(t[skipped].any()) for t in (entropy, top, argmax))
+        check_gradients(p)
+        check_gradients(p, memory=1)
+
+
+@case(each_dtype=True, routes=("general",))
+def entropy_alone_has_its_gradient(dtype: torch.dtype) -> None:
+    p = problem(40, 24, 90, dtype, indexed=0, entropy=True, idle=0.3)
+    p.g_lse.zero_()
+    check_gradients(p)
+    p.x[0], p.x[1] = float("nan"), float("inf")
+    p.g_entropy[:2] = 0
+    stats = cuda.linear_stats(*p.operands, False, False, **BOTH)
+    gradients = cuda.linear_stats_backward(
+        *p.operands, stats[0], stats[4], *p.upstream, True, True, True, entropy=stats[5], g_entropy=p.g_entropy
+    )
+    assert bool(stats[5][:2].isnan().all()) and not gradients[0][:2].any()
+    assert all(bool(g.isfinite().all()) and bool(g.any()) for g in gradients)
+
+
+@case(each_dtype=True, routes=("general",))
+def entropies_of_nearly_certain_and_of_far_away_logits(dtype: torch.dtype) -> None:
+    for shift in (-200.0, 0.0, 200.0):
+        for scale in (0.01, 15.0):
+            p = problem(40, 48, 200, dtype, bias=True, entropy=True, scale=scale)
+            p.bias += shift / scale
+            entropy = cuda.linear_stats(*p.operands, False, False, want_entropy=True)[5]
+            want = reference.linear_stats(*p.double().operands, False, False, want_entropy=True)[5]
+            # An entropy cannot be better than the logits: eager's here are of float32 products.
+            log_p = (F.linear(p.x.float(), p.w.float(), p.bias.float()) * scale).log_softmax(1)
+            eager = -(log_p.exp() * log_p).sum(1)
+            assert error(entropy, want) <= 1.5 * error(eager, want) + STATS_BOUND, (shift, scale)
+            check_gradients(p)
+
+
+@case(each_dtype=True, routes=("general",))
+def the_entropy_of_a_certain_class(dtype: torch.dtype) -> None:
+    rows, hidden, vocab = 24, fit(24), 97
+    p = problem(rows, hidden, vocab, dtype, entropy=True)
+    p.x.zero_()
+    p.x[:, 0] = 2
+    p.w.zero_()
+    p.w[1:, 0] = -torch.linspace(4, 12, vocab - 1, device=DEVICE).to(dtype)
+    entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[5].double()
+    want = reference.linear_stats(*p.double().operands, False, False, **BOTH)[5]
+    # The sum of the exponentials is just above one: its rounding is all that may be lost.
+    assert bool((want < 0.1).all()) and float((entropy - want).abs().max()) <= 2.4e-7
+    check_gradients(p)
+    p.w[1:, 0] *= 4  # exponentials that vanish beside 1
+    entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[5].double()
+    want = reference.linear_stats(*p.double().operands, False, False, **BOTH)[5]
+    assert bool((entropy > 0).all()) and bool(((entropy - want).abs() <= 0.05 * want).all())
+
+
+@case(each_dtype=True, routes=("general",))
+def entropies_of_few_classes(dtype: torch.dtype) -> None:
+    for rows, hidden, vocab in ((1, 1, 1), (2, 1, 3), (1, 5, 2), (17, 16, 33), (0, 24, 90)):
+        p = problem(rows, hidden, vocab, dtype, bias=True, class_sum=True, entropy=True)
+        stats = check_stats(p, **BOTH)
+        check_gradients(p, floor=6)
+        if vocab == 1:
+            assert not stats[5].any() and not stats[7].any()
+
+
+@case(each_dtype=True, routes=("general",))
+def the_lowest_of_equal_classes(dtype: torch.dtype) -> None:
+    rows, vocab = (200, 20_011) if HAS_GPU else (50, 531)
+    p = problem(rows, 16, vocab, dtype, bias=True)
+    p.x.zero_(), p.w.zero_()
+    p.bias.copy_(torch.randint(-2, 2, (vocab,)))
+    p.x[:, 0] = 1
+    p.w[vocab // 3 :: 2, 0] = torch.randint(0, 2, (len(p.w[vocab // 3 :: 2]),)).to(p.w)  # all rows' largest are 2
+    p.x[::3, 0] = 0  # but those of every third, which are 1
+    *_, top, argmax = check_stats(p, **BOTH)
+    z, _ = reference.logits(p.x.double(), p.w.double(), p.bias.double(), 1.0, "")
+    first = (z == z.amax(1, keepdim=True)).int().argmax(1)
+    assert torch.equal(argmax, first) and len(first.unique()) == 2 and torch.equal(top.double(), z.amax(1))
+
+
+@case(each_dtype=True, routes=("general",))
+def entropy_and_top_of_rows_that_are_not_finite(dtype: torch.dtype) -> None:
+    vocab = 3000 if HAS_GPU else 131
+
+    def check(p: Problem) -> None:
+        *_, argmax = check_stats(p, **BOTH)
+        z, _ = reference.logits(p.x.double(), p.w.double(), None if p.bias is None else p.bias.double(), 1.0, "")
+        assert torch.equal(argmax, z.max(1).indices)
+
+    p = problem(37, 24, vocab, dtype)
+    p.x[3] = float("nan")
+    p.x[20] = float("inf")
+    p.x[21], p.x[21, 0] = 0, float("inf")  # both infinities among its logits
+    check(p)
+    for nans in ((), (vocab // 2, vocab - 1), (vocab - 1,), (0, vocab - 1)):
+        p = problem(37, 24, vocab, dtype, bias=True)
+        p.bias[: 2 * vocab // 3] = float("-inf")  # whole tiles, the first among them
+        p.bias[-5:-2] = float("inf") if len(nans) == 1 else float("-inf")
+        p.bias[list(nans)] = float("nan")
+        check(p)
+    p.bias[:] = float("-inf")
+    check(p)
+
+
+@case(each_dtype=True, routes=("general",))
+def gradients_of_entropies_of_any_size(dtype: torch.dtype) -> None:
+    for size in (1e-6, 1e3):  # more, and float16 could not hold the results
+        p = problem(40, 24, 90, dtype, indexed=0, bias=True, entropy=True, scale=0.2)
+        p.g_lse.zero_()
+        p.g_entropy *= size
+        check_gradients(p)
+
+
+@case(routes=("general",))
+def entropies_in_several_windows() -> None:
+    sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW)
+    try:
+        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = 0, 32 * 40 * 4, 32
+        for rows, vocab in ((40, 150), (150, 40)):
+            for dtype in DTYPES:
+                check_gradients(problem(rows, 24, vocab, dtype, indexed=2, bias=True, class_sum=True, entropy=True))
+    finally:
+        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = sizes
+
+
 # --- rows without work ----------------------------------------------------------------------------------------
 
 
@@ -643,10 +808,13 @@ def upstream_of_any_size(dtype: torch.dtype) -> None:
 @case(each_dtype=True)
 def the_same_bits_every_time(dtype: torch.dtype) -> None:
     size = (1000, 512, 50257) if HAS_GPU else (37, 24, 131)
-    p = problem(*size, dtype, bias=True, class_sum=True, indexed=2)
+    p = problem(*size, dtype, bias=True, class_sum=True, indexed=2, entropy=True)
 
     def run() -> list[Tensor]:
-        stats = cuda.linear_stats(*p.operands, True, False)
+        stats = [*cuda.linear_stats(*p.operands, True, False), *cuda.linear_stats(*p.operands, True, False, **BOTH)]
+        entropies = {"entropy": stats[-3], "g_entropy": p.g_entropy}
+        arguments = *p.operands, stats[8], stats[12], *p.upstream, True, True, True
+        stats += cuda.linear_stats_backward(*arguments, **entropies)
         return [*stats, *cuda.linear_loss(*p.operands, *p.upstream, True, True, True)]
 
     first = run()

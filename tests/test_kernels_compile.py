@@ -74,7 +74,7 @@ def record(
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
     A ``plain`` cross entropy, one ``without_turns``, one with a ``softcap``, ``all_options``, those with ``few_hidden``
-    units or with an ``odd_hidden`` size.
+    units or with an ``odd_hidden`` size. Or ``entropy_and_top`` among the statistics, and its backward.
     """
     everything = kind not in ("plain", "softcap", "without_turns")
     vocab, indexed = 50257 if everything else 128256, 1
@@ -103,7 +103,11 @@ def record(
     upstream = (meta(rows), meta(rows, indexed), meta(rows) if everything else None)
     needs = (True, True, everything)
     options = {"transform": "tanh mul:30.0" if kind == "softcap" else ""}
-    cuda.linear_loss(*operands, *upstream, *needs, **options)
+    if kind == "entropy_and_top":
+        cuda.linear_stats(*operands, True, True, want_entropy=True, want_top=True)
+        options |= {"entropy": meta(rows), "g_entropy": meta(rows)}
+    else:
+        cuda.linear_loss(*operands, *upstream, *needs, **options)
     cuda.linear_stats_backward(*operands, meta(rows), meta(rows), *upstream, *needs, **options)
     # Further windows launch the same kernel again.
     return list({(launch.kernel.__name__, *[a is None for a in launch.args]): launch for launch in launches}.values())
@@ -191,6 +195,9 @@ CONFIGURATIONS = [
     (90, BF16, 16384, "odd_hidden"),
     (80, FP32, 1, "odd_hidden"),
     (90, FP32, 16384, "odd_hidden"),
+    *((80, dtype, rows, "entropy_and_top") for dtype, rows in ((BF16, 1), (BF16, 64), (BF16, 16384), (FP32, 16384))),
+    *((90, dtype, rows, "entropy_and_top") for dtype, rows in ((BF16, 1), (FP16, 64), (BF16, 16384), (FP32, 16384))),
+    (100, BF16, 16384, "entropy_and_top"),
 ]
 
 
@@ -209,7 +216,7 @@ def test_compiles(
     launches = record(monkeypatch, machine, dtype, rows, kind)
     names = {launch.kernel.__name__ for launch in launches}
     assert {"stats_kernel", "merge_kernel", "dlogits_kernel"} <= names
-    described_way = machine.generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
+    described_way = machine.generation == "hopper" and dtype != FP32 and kind not in ("odd_hidden", "entropy_and_top")
     assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == described_way
     assert ("exponentials_kernel" in names) == (described_way and dtype == BF16)
     for launch in launches:

@@ -26,6 +26,8 @@ def dlogits_kernel(
     g_lse,  # [rows] float32
     g_picked,  # [rows, K] float32
     g_class_sum,  # [rows] float32, or None
+    g_entropy,  # [rows] float32, or None
+    entropy,  # [rows] float32, or None
     factor,  # [1] float32, or None for 1
     dz,  # [rows, padded], out
     scale,
@@ -66,6 +68,9 @@ def dlogits_kernel(
     if g_class_sum is not None:
         row_g_class_sum = tl.load(g_class_sum + row, mask=in_rows, other=0.0)
         active = active | (row_g_class_sum != 0)
+    if g_entropy is not None:
+        row_g_entropy = tl.load(g_entropy + row, mask=in_rows, other=0.0)
+        active = active | (row_g_entropy != 0)
 
     z, slope = logits_tile(
         x,
@@ -93,7 +98,12 @@ def dlogits_kernel(
     )
     # z - lse is exact where it matters, and only then is the residual not lost beside it.
     log_p = z - tl.load(lse + row, mask=in_rows, other=0.0)[:, None]
-    g = row_g[:, None] * tl.exp(log_p - tl.load(residual + row, mask=in_rows, other=0.0)[:, None])
+    log_p = log_p - tl.load(residual + row, mask=in_rows, other=0.0)[:, None]
+    g = row_g[:, None]
+    if g_entropy is not None:
+        row_entropy = tl.load(entropy + row, mask=in_rows, other=0.0)
+        g = g - row_g_entropy[:, None] * (log_p + row_entropy[:, None])
+    g = g * tl.exp(log_p)
     for k in range(indexed):
         at = row64 * indexed + k
         local = tl.load(index + at, mask=in_rows, other=-1) - first_class - tile_start
@@ -135,6 +145,8 @@ def write_dlogits(
     g_lse: Tensor,
     g_picked: Tensor,
     g_class_sum: Tensor | None,
+    g_entropy: Tensor | None,
+    entropy: Tensor | None,
     factor: Tensor | None,
 ) -> None:
     """Write ``scale * factor`` times the gradient of the logits of ``x [C, D]`` and ``weight [W, D]`` into ``dz``.
@@ -142,7 +154,8 @@ def write_dlogits(
     ``weight``, ``bias [W]`` and ``class_weight [W]`` are the classes from ``first_class`` on; ``index [C, K]`` counts
     from class 0. ``dz`` is ``[C, W]`` in the operands' dtype, with unit column stride and a row stride that is a
     multiple of ``PAD`` and at least W; columns between W and the next multiple of ``PAD`` are overwritten. ``lse``,
-    ``residual``, ``g_lse`` and ``g_class_sum`` ``[C]``, ``g_picked [C, K]`` and the one-element ``factor`` are float32.
+    ``residual``, ``g_lse``, ``g_class_sum``, ``g_entropy`` and ``entropy`` ``[C]``, ``g_picked [C, K]`` and the
+    one-element ``factor`` are float32.
     ``x`` and ``weight`` may have any strides, the rest is contiguous.
     """
     (rows, hidden), vocab = x.shape, weight.shape[0]
@@ -158,6 +171,8 @@ def write_dlogits(
         g_lse,
         g_picked,
         g_class_sum,
+        g_entropy,
+        entropy,
         factor,
         dz,
         scale,

@@ -3,6 +3,9 @@
 Each program walks a part of the vocabulary for a block of rows and keeps, per row, the maximum m and the sum s of
 exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The parts of one row are merged by rescaling each s
 to the common maximum, as flash-decoding merges parts of a sequence, so one row can use the whole device.
+
+For the entropy log s - t / s there is the sum t of (z - m) exp(z - m) too. When the maximum rises by d, every term of t
+becomes (z - m - d) exp(z - m) exp(-d), so that t becomes (t - d s) exp(-d).
 """
 
 from __future__ import annotations
@@ -30,6 +33,13 @@ def finite_or_zero(m):
     return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
+@triton.jit
+def rescaled_moment(t, s, old, new):
+    """The sum t of (z - m) exp(z - m) at another maximum. At m = -inf there are no terms: t is 0, or NaN for good."""
+    d = tl.where((old == new) | (old == float("-inf")), 0.0, old - new)
+    return (t + d * s) * rescale(old, new)
+
+
 @triton.jit(do_not_specialize=["rows", "indexed", "splits", "tiles_per_split"])
 def stats_kernel(
     x,  # [rows, D]
@@ -41,6 +51,8 @@ def stats_kernel(
     part_max,  # [splits, rows] float32, out
     part_sum,  # [splits, rows] float32, out
     part_class_sum,  # [splits, rows] float32, out, or None
+    part_moment,  # [splits, rows] float32, out, or None: the sums t
+    part_argmax,  # [splits, rows] int32, out, or None
     picked,  # [rows, K] float32, out: only where the index is a class
     scale,
     rows,
@@ -81,6 +93,8 @@ def stats_kernel(
     m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     class_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    t = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    argmax = tl.zeros((BLOCK_ROWS,), dtype=tl.int32) + first * BLOCK_VOCAB
     for tile in range(first, last):
         tile_start = tile * BLOCK_VOCAB
         col = tile_start + tl.arange(0, BLOCK_VOCAB)
@@ -130,8 +144,24 @@ def stats_kernel(
                 tl.store(picked + at, tl.sum(tl.where(hit, z, 0.0), 1), mask=here)
 
         # A NaN is no maximum, but makes its row's sum NaN.
-        m_new = tl.maximum(m, tl.max(z, 1))
-        s = s * rescale(m, m_new) + tl.sum(tl.exp(z - finite_or_zero(m_new)[:, None]), 1)
+        tile_max = tl.max(z, 1)
+        m_new = tl.maximum(m, tile_max)
+        rescaled = s * rescale(m, m_new)
+        shifted = z - finite_or_zero(m_new)[:, None]
+        e = tl.exp(shifted)
+        tile_sum = tl.sum(e, 1)
+        if part_moment is not None:
+            terms = e * shifted
+            if not EVEN_VOCAB:  # past the vocabulary it is 0 * -inf
+                terms = tl.where((col < vocab)[None, :], terms, 0.0)
+            t = rescaled_moment(t, s, m, m_new) + tl.sum(terms, 1)
+        if part_argmax is not None:
+            # To torch.max a NaN is the largest number, and the first of them the one that counts.
+            has_nan = tile_sum != tile_sum
+            largest = tl.where(has_nan[:, None], z != z, z == tile_max[:, None])
+            lowest = tl.min(tl.where(largest, col[None, :], 2147483647), 1)
+            argmax = tl.where((s == s) & (has_nan | (tile_max > m)), lowest, argmax)
+        s = rescaled + tile_sum
         m = m_new
 
     part = split.to(tl.int64) * rows + row64
@@ -139,6 +169,10 @@ def stats_kernel(
     tl.store(part_sum + part, s, mask=in_rows)
     if part_class_sum is not None:
         tl.store(part_class_sum + part, class_sum, mask=in_rows)
+    if part_moment is not None:
+        tl.store(part_moment + part, t, mask=in_rows)
+    if part_argmax is not None:
+        tl.store(part_argmax + part, argmax, mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["rows", "vocab", "indexed", "splits"])
@@ -146,6 +180,8 @@ def merge_kernel(
     part_max,  # [splits, rows] float32
     part_sum,  # [splits, rows] float32
     part_class_sum,  # [splits, rows] float32, or None
+    part_moment,  # [splits, rows] float32, or None
+    part_argmax,  # [splits, rows] int32, or None
     index,  # [rows, K] int64
     wanted,  # [rows] int8, or None for all
     lse,  # [rows] float32, out
@@ -153,6 +189,9 @@ def merge_kernel(
     picked,  # [rows, K] float32: read where the index is a class, zeroed elsewhere
     log_prob,  # [rows, K] float32, out
     class_sum,  # [rows] float32, out, or None
+    entropy,  # [rows] float32, out, or None
+    top,  # [rows] float32, out, or None
+    argmax,  # [rows] int64, out, or None
     rows,
     vocab,
     indexed,
@@ -173,12 +212,17 @@ def merge_kernel(
 
     s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    t = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     for start in range(0, splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
         part = split.to(tl.int64)[:, None] * rows + row64[None, :]
         inside = (split < splits)[:, None] & in_rows[None, :]
         their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))
-        s += tl.sum(tl.load(part_sum + part, mask=inside, other=0.0) * rescale(their_m, m[None, :]), 0)
+        their_s = tl.load(part_sum + part, mask=inside, other=0.0)
+        s += tl.sum(their_s * rescale(their_m, m[None, :]), 0)
+        if entropy is not None:
+            their_t = tl.load(part_moment + part, mask=inside, other=0.0)
+            t += tl.sum(rescaled_moment(their_t, their_s, their_m, m[None, :]), 0)
         if class_sum is not None:
             weighted += tl.sum(tl.load(part_class_sum + part, mask=inside, other=0.0), 0)
 
@@ -192,6 +236,28 @@ def merge_kernel(
         row_lse = tl.where(row_wanted, row_lse, 0.0)
         row_residual = tl.where(row_wanted, row_residual, 0.0)
         weighted = tl.where(row_wanted, weighted, 0.0)
+    if entropy is not None:
+        row_entropy = log_s - t / s
+        if wanted is not None:
+            row_entropy = tl.where(row_wanted, row_entropy, 0.0)
+        tl.store(entropy + row, row_entropy, mask=in_rows)
+    if argmax is not None:
+        lowest = tl.full((BLOCK_ROWS,), 2147483647, dtype=tl.int32)
+        for start in range(0, splits, BLOCK_SPLITS):
+            split = start + tl.arange(0, BLOCK_SPLITS)
+            part = split.to(tl.int64)[:, None] * rows + row64[None, :]
+            inside = (split < splits)[:, None] & in_rows[None, :]
+            their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))
+            their_s = tl.load(part_sum + part, mask=inside, other=0.0)
+            largest = tl.where((s != s)[None, :], their_s != their_s, their_m == m[None, :])
+            theirs = tl.load(part_argmax + part, mask=inside & largest, other=2147483647)
+            lowest = tl.minimum(lowest, tl.min(theirs, 0))
+        row_top = tl.where(s != s, s, m)
+        if wanted is not None:
+            row_top = tl.where(row_wanted, row_top, 0.0)
+            lowest = tl.where(row_wanted, lowest, 0)
+        tl.store(top + row, row_top, mask=in_rows)
+        tl.store(argmax + row, lowest.to(tl.int64), mask=in_rows)
     tl.store(lse + row, row_lse, mask=in_rows)
     tl.store(residual + row, row_residual, mask=in_rows)
     if class_sum is not None:
@@ -218,9 +284,12 @@ def row_stats(
     transform: str,
     want_class_sum: bool,
     wanted: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``lse [N]``, ``picked``, ``log_prob [N, K]``, ``class_sum [N]`` (or empty) and ``residual [N]``, all float32.
+    want_entropy: bool = False,
+    want_top: bool = False,
+) -> tuple[Tensor, ...]:
+    """``lse [N]``, ``picked``, ``log_prob [N, K]``, ``class_sum``, ``residual``, ``entropy``, ``top``, ``argmax [N]``.
 
+    All are float32 but ``argmax``, which is int64, and empty where not asked for; ``argmax`` comes with ``top``.
     ``x [N, D]`` and ``weight [V, D]`` may have any strides; ``index [N, K]``, ``bias [V]``, ``class_weight [V]`` and
     ``wanted [N]`` (bool; rows outside it get zeros; None for all) are contiguous.
     """
@@ -231,8 +300,11 @@ def row_stats(
 
     lse, picked, log_prob = empty(rows), empty(rows, indexed), empty(rows, indexed)
     class_sum, residual = empty(rows if want_class_sum else 0), empty(rows)
+    entropy, top = empty(rows if want_entropy else 0), empty(rows if want_top else 0)
+    argmax = torch.empty_like(top, dtype=torch.int64)
+    out = lse, picked, log_prob, class_sum, residual, entropy, top, argmax
     if rows == 0:
-        return lse, picked, log_prob, class_sum, residual
+        return out
 
     shape = tiles.tile(x, weight)
     row_blocks, vocab_tiles = triton.cdiv(rows, shape.rows), triton.cdiv(vocab, shape.vocab)
@@ -240,6 +312,8 @@ def row_stats(
     splits = triton.cdiv(vocab_tiles, each)
     part_max, part_sum = empty(splits, rows), empty(splits, rows)
     part_class_sum = empty(splits, rows) if want_class_sum else None
+    part_moment = empty(splits, rows) if want_entropy else None
+    part_argmax = torch.empty_like(part_max, dtype=torch.int32) if want_top else None
     wanted = None if wanted is None else wanted.view(torch.int8)
     stats_kernel[(row_blocks * splits,)](
         x,
@@ -251,6 +325,8 @@ def row_stats(
         part_max,
         part_sum,
         part_class_sum,
+        part_moment,
+        part_argmax,
         picked,
         scale,
         rows,
@@ -278,6 +354,8 @@ def row_stats(
         part_max,
         part_sum,
         part_class_sum,
+        part_moment,
+        part_argmax,
         index,
         wanted,
         lse,
@@ -285,6 +363,9 @@ def row_stats(
         picked,
         log_prob,
         class_sum if want_class_sum else None,
+        entropy if want_entropy else None,
+        top if want_top else None,
+        argmax if want_top else None,
         rows,
         vocab,
         indexed,
@@ -293,4 +374,4 @@ def row_stats(
         BLOCK_ROWS=MERGE_ROWS,
         num_warps=4,
     )
-    return lse, picked, log_prob, class_sum, residual
+    return out

@@ -50,7 +50,7 @@ def linear_stats(
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, ...]:
-    if not _has_kernels(input, weight) or want_entropy or want_top:
+    if not _has_kernels(input, weight):
         return chunked.linear_stats(
             input,
             weight,
@@ -66,15 +66,15 @@ def linear_stats(
             memory=memory,
         )
     head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
-    if head.is_described():
+    # ``hopper`` has neither these nor the gradient of an entropy: few steps read them, and its kernels would want them
+    # twice, in Triton and in Gluon.
+    if head.is_described() and not (want_entropy or want_top):
         with _current(input.device):
             out = _hopper().linear_stats(head.call(), want_class_sum, skip_unindexed)
-        nothing = input.new_empty((0,), dtype=torch.float32)
-        unasked = nothing, nothing.clone(), index.new_empty((0,))
+        unasked = (input.new_empty((0,), dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int64))
         return out.lse, out.picked, out.log_prob, out.class_sum, out.residual, *unasked
     wanted = (index >= 0).any(1) if skip_unindexed else None
-    nothing = input.new_empty((0,), dtype=torch.float32)
-    return *head.stats(want_class_sum, wanted), nothing, nothing.clone(), index.new_empty((0,))
+    return head.stats(want_class_sum, wanted, want_entropy, want_top)
 
 
 def linear_stats_backward(
@@ -99,20 +99,20 @@ def linear_stats_backward(
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
-    if not _has_kernels(input, weight) or g_entropy is not None:
+    if not _has_kernels(input, weight):
         return chunked.linear_stats_backward(
             input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
             entropy=entropy, g_entropy=g_entropy, transform=transform, memory=memory,
         )  # fmt: skip
     head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    up = _Upstream(g_lse, g_picked, g_class_sum).contiguous()
-    if head.is_described():
+    up = _Upstream(g_lse, g_picked, g_class_sum, g_entropy).contiguous()
+    if head.is_described() and g_entropy is None:
         with _current(input.device):
             return _hopper().linear_stats_backward(
                 head.call(), _contiguous(lse), _contiguous(residual), up, needs, dtypes, memory
             )
-    return head.gradients(lse, residual, up, needs, dtypes, memory)
+    return head.gradients(lse, residual, up, needs, dtypes, memory, entropy)
 
 
 def linear_loss(
@@ -145,7 +145,7 @@ def linear_loss(
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
     # log_prob is picked - lse, so its coefficient counts for both.
     up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
-    lse, _, log_prob, class_sum, residual = head.stats(c_class_sum is not None, up.nonzero())
+    lse, _, log_prob, class_sum, residual, *_ = head.stats(c_class_sum is not None, up.nonzero())
     loss = weighted(c_lse, lse) + weighted(c_log_prob, log_prob)
     if c_class_sum is not None:
         loss = loss + weighted(c_class_sum, class_sum)
@@ -269,7 +269,9 @@ class _Head(Operands):
     def call(self) -> Any:
         return _hopper().Call(*(getattr(self, field.name) for field in dataclasses.fields(self)))
 
-    def stats(self, want_class_sum: bool, wanted: Tensor | None) -> tuple[Tensor, ...]:
+    def stats(
+        self, want_class_sum: bool, wanted: Tensor | None, want_entropy: bool = False, want_top: bool = False
+    ) -> tuple[Tensor, ...]:
         """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
         from ..kernels.stats import row_stats
 
@@ -284,6 +286,8 @@ class _Head(Operands):
                 self.transform,
                 want_class_sum,
                 wanted,
+                want_entropy,
+                want_top,
             )
 
     def gradients(
@@ -294,9 +298,11 @@ class _Head(Operands):
         needs: tuple[bool, bool, bool],
         dtypes: tuple[torch.dtype, ...],
         memory: int = 0,
+        entropy: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of input, weight and bias in ``dtypes``; an empty tensor for one that is not needed.
 
+        ``entropy [N]`` is the statistic, where ``up`` has a gradient for it.
         The window of the gradient of the logits takes at most ``memory`` bytes, if that is not 0.
         """
         from ..kernels.dlogits import PAD, write_dlogits
@@ -310,9 +316,11 @@ class _Head(Operands):
                 for shape, need, dtype in zip(shapes, needs, dtypes, strict=True)
             )
         lse, residual, up = lse.contiguous(), residual.contiguous(), up.contiguous()
+        entropy = _contiguous(entropy)
         factor = undo = None
         if self.input.dtype == torch.float16:
-            factor, undo = normalisation(up, self.class_weight, abs(self.scale) * steepest(decode(self.transform)))
+            steep = abs(self.scale) * steepest(decode(self.transform))
+            factor, undo = normalisation(up, self.class_weight, steep, entropy)
         # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
         x_for_weight = torch.where(up.nonzero()[:, None], self.input, 0.0) if needs[1] else self.input
         row_windows, vocab_windows = _windows(rows, vocab, self.input.dtype.itemsize, memory)
@@ -325,13 +333,14 @@ class _Head(Operands):
             for at_rows in row_windows:
                 here = _Upstream(*(None if g is None else g[at_rows] for g in up))  # type: ignore[arg-type]
                 x, index = self.input[at_rows], self.index[at_rows]
+                row_entropy = None if entropy is None else entropy[at_rows]
                 for at in vocab_windows:
                     w, bias, c = (None if t is None else t[at] for t in (self.weight, self.bias, self.class_weight))
                     assert w is not None
                     dz = buffer[: x.shape[0], : w.shape[0]]
                     write_dlogits(
                         dz, x, w, bias, index, at.start, c, self.scale, self.transform, lse[at_rows],
-                        residual[at_rows], *here[:3], factor,
+                        residual[at_rows], *here, row_entropy, factor,
                     )  # fmt: skip
                     if d_input is not None:
                         d_input.add(at_rows, dz, w)
