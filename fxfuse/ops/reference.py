@@ -154,3 +154,17 @@ def linear_loss(
         transform=transform,
     )
     return loss, *grads
+
+
+def linear_softmax(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    log: bool,
+    dtype: torch.dtype,
+    *,
+    transform: str = "",
+) -> Tensor:
+    z, _ = logits(input, weight, bias, scale, transform)
+    return (z.log_softmax(1) if log else z.softmax(1)).to(dtype)
