@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .reasons import Reason
 from .transform import Transform
 
 Handle = Any
@@ -308,11 +309,55 @@ class WeighedLogProbs(ClassTensor):
     """Log-probabilities times the probabilities, times a number."""
 
 
+@dataclass(frozen=True)
+class OneOfEach(ClassTensor):
+    """Logits or log-probabilities times a one-hot tensor, times a number.
+
+    Attributes:
+        of: which of the two.
+        hot: the class of each row: the shape had no class axis when it was made, but ``axis`` was to be that.
+        axis, since: of the classes, and how many row operations had been done, when it was made.
+    """
+
+    of: type[ClassTensor] = Logits
+    hot: Handle = None
+    axis: int = 0
+    since: int = 0
+
+    def index(self, emit: Emit) -> Handle:
+        """The class of each row, in the shape of the tensor but with one class."""
+        handle = emit(torch.unsqueeze, self.hot, self.axis)
+        for op in self.row_ops[self.since :]:
+            handle = op.replay(emit, handle, 1)
+        return handle
+
+
+@dataclass(frozen=True)
+class Comparison(ClassTensor):
+    """Entry by entry, what is added up to compare the distribution of such logits with a teacher's, times a number.
+
+    Attributes:
+        teacher: the logits of the other distribution, in the same shape.
+        divergence: ``p (log p - log q)``, as ``kl_div`` has it, or else ``p log q``, with p the teacher's.
+    """
+
+    teacher: ClassTensor | None = None
+    divergence: bool = True
+
+    def map(self, function: Callable[[Handle], Handle]) -> Comparison:
+        assert self.teacher is not None
+        return replace(super().map(function), teacher=self.teacher.map(function))
+
+
 C = TypeVar("C", bound=ClassTensor)
 
 
 def derive(value: C, name: str, *ops: RowOp, **changes: Any) -> C:
     """``value`` after the function ``name``: with more row operations and other attributes changed."""
+    if isinstance(value, Comparison):  # what is done to the rows is done to both
+        both = {field: change for field, change in changes.items() if field in ("shape", "class_dim")}
+        assert value.teacher is not None
+        changes["teacher"] = derive(value.teacher, name, *ops, **both)
     return replace(value, row_ops=value.row_ops + ops, trail=(*value.trail, name), **changes)
 
 
@@ -323,7 +368,7 @@ def of_classes(value: C, name: str, *ops: ClassOp, **changes: Any) -> C:
 
 def become(kind: type[C], value: ClassTensor, name: str, **changes: Any) -> C:
     """What is of another ``kind`` and made of the same logits: their ``log_softmax``, say."""
-    fields = {f: getattr(value, f) for f in value.__dataclass_fields__}
+    fields = {f: getattr(value, f) for f in ClassTensor.__dataclass_fields__}
     return kind(**{**fields, "trail": (*value.trail, name), **changes})
 
 
@@ -349,16 +394,19 @@ class Coefficients:
 class Statistics:
     """The row statistics as handles; those that nobody asked for may be None. See ``ops.contract``.
 
-    ``lse [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum``, ``entropy``, ``top`` and ``argmax [N]``.
+    ``lse [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum``, ``entropy``, ``top`` and ``argmax [N]``; ``kl`` and
+    ``cross_entropy [N]`` with a teacher's distribution.
     """
 
-    lse: Handle
-    picked: Handle
-    log_prob: Handle
-    class_sum: Handle
+    lse: Handle = None
+    picked: Handle = None
+    log_prob: Handle = None
+    class_sum: Handle = None
     entropy: Handle = None
     top: Handle = None
     argmax: Handle = None
+    kl: Handle = None
+    cross_entropy: Handle = None
 
 
 @dataclass(frozen=True)
@@ -400,6 +448,11 @@ class Reader:
     operands: tuple[Handle, ...] = ()
     log_sum_exp: bool = False
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it shares no computation with others."""
+        return isinstance(self, Whole) or isinstance(self.source, Comparison)
+
     def is_log_sum_exp_of(self, value: ClassTensor) -> bool:
         """Whether ``value`` less what is returned is its log-softmax."""
         mine = self.source
@@ -410,6 +463,16 @@ class Reader:
     @property
     def pattern(self) -> str:
         return " → ".join((*self.source.trail, self.name))
+
+
+@dataclass(frozen=True)
+class Whole(Reader):
+    """Probabilities or log-probabilities of which every entry is needed: ``source`` in full.
+
+    ``reason`` says for what.
+    """
+
+    reason: Reason | None = None
 
 
 def weigh(emit: Emit, c: Coefficients, s: Statistics) -> Handle:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import compat
-from .algebra import ClassTensor, Head, Logits, Reader
+from .algebra import ClassTensor, Head, Logits, LogProbs, Probs, Reader, Whole
 from .escape import Escaped, chain_between
 from .mutation import Timeline, storages, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
@@ -96,8 +96,11 @@ _Value = ClassTensor | _Dense | tuple[ClassTensor | Reader, ...]
 class Analysis:
     """What the projections of a graph turned out to be: ``candidates``, in the order of the graph."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, whole: Mapping[Node, Reason] | None = None) -> None:
+        """``whole``: nodes whose probabilities are needed in full, and why; those that are found are in ``needed``."""
         self.graph = graph
+        self.whole = whole or {}
+        self.needed: dict[Node, Reason] = {}
         self.candidates: list[Candidate] = []
         self._values: dict[Node, _Value] = {}
         self._made: dict[Node, Node] = {}  # where a value became what it is, if it was written to
@@ -173,6 +176,8 @@ class Analysis:
         except Keep as refused:
             for value in described:
                 self._owner_of(value).keep(refused.reason)
+            for argument in node.all_input_nodes:
+                self._need(argument, refused.reason)
             self._follow(node, self._owner_of(described[0]))
 
     def _describe(self, node: Node, values: Sequence[_Value]) -> None:
@@ -196,10 +201,27 @@ class Analysis:
             call.keep("unknown_reader")
         result = TABLE[key](call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
         outcomes = tuple(outcome for outcome, _ in outcomes_of(call, result))
+        if node in self.whole:
+            (outcome,) = outcomes
+            assert isinstance(outcome, ClassTensor)
+            reader = Whole(outcome, outcome.trail[-1], lambda *_: None, reason=self.whole[node])
+            self._note(node, replace(reader, source=replace(outcome, trail=outcome.trail[:-1])), values)
+            return
         self._note(node, outcomes if isinstance(result, tuple) else outcomes[0], values)
 
+    def _need(self, node: Node, reason: Reason) -> None:
+        """Note that all of what ``node`` is made of is needed, if that is probabilities."""
+        if isinstance(self._values.get(node), (Logits, _Dense, type(None))):
+            return
+        sources = [n for n in node.all_input_nodes if n in self._values]
+        if not any(isinstance(self._values[n], Logits) for n in sources):
+            for source in sources:
+                self._need(source, reason)
+        elif isinstance(self._values[node], (LogProbs, Probs)):
+            self.needed.setdefault(node, reason)
+
     def _call(self, node: Node, out: Any) -> Call:
-        return Call(function_name(node), out, example_of, location(node), self._reader_of, _constant)
+        return Call(function_name(node), out, example_of, location(node), self._reader_of, _constant, _classes_of)
 
     def _note(self, node: Node, outcome: Any, values: Sequence[_Value]) -> None:
         """Remember that ``node``, which is made of ``values``, is ``outcome``."""
@@ -301,6 +323,7 @@ class Analysis:
             candidate.shown = True
             if isinstance(value, ClassTensor):
                 candidate.escaped.append(Escaped(source, value, self._made.get(source, source)))
+                self._need(source, because("returned", "normalised", location(source)))
             elif isinstance(value, tuple):
                 candidate.keep(because("returned", "as one of several parts", location(source)))
         for candidate in self.candidates:
@@ -317,20 +340,41 @@ class Analysis:
             value = self._values.get(base) if base is not None else None
             chains = [chain_between(base, e.node) if base is not None else None for e in group]
             known = [chain for chain in chains if chain is not None]
-            if len(group) == 1 or len(known) < len(group) or not isinstance(value, ClassTensor):
-                together += group
-            elif any(e.value.requires_grad != value.requires_grad for e in group):
+            alike = isinstance(value, ClassTensor) and all(e.value.requires_grad == value.requires_grad for e in group)
+            if len(group) == 1 or len(known) < len(group) or not alike:
                 together += group
             else:
-                assert base is not None
+                assert base is not None and isinstance(value, ClassTensor)
                 views = tuple((e.node, chain) for e, chain in zip(group, known, strict=True) if e.node is not base)
                 together.append(Escaped(base, value, self._made.get(base, base), views))
         return together
 
 
+def analyse(graph: Graph) -> Analysis:
+    """The analysis of a graph in which probabilities that are needed in full are what is read of their logits."""
+    analysis = Analysis(graph)
+    while analysis.needed:
+        whole = {**analysis.whole, **analysis.needed}
+        analysis = Analysis(graph, whole)
+    return analysis
+
+
 def _may_hold_a_loss(node: Node) -> bool:
     """Whether something without a rule that reduces the class axis may be a loss or contain one."""
     return compat.is_higher_order(node.target) or "loss" in function_name(node)
+
+
+def _classes_of(handle: Any, vocab: int) -> Any:
+    """The node of which a node is the one-hot encoding, perhaps converted to another dtype."""
+    node = handle
+    while isinstance(node, Node) and function_name(node) in ("to", "float", "type", "double", "half", "bfloat16"):
+        node = node.args[0]
+    if not isinstance(node, Node) or node.target is not torch.nn.functional.one_hot or compat.version(example_of(node)):
+        return None
+    given = dict(zip(("tensor", "num_classes"), node.args, strict=False)) | node.kwargs
+    classes = given.get("tensor")
+    written = not isinstance(classes, Node) or compat.version(example_of(classes)) or compat.version(example_of(handle))
+    return None if written or given.get("num_classes") != vocab else classes
 
 
 def _fills_memory(node: Node) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
-from .algebra import Emit, Handle, Reader
-from .analysis import Analysis, Candidate, example_of
+from .algebra import Emit, Handle, Reader, Whole
+from .analysis import Candidate, analyse, example_of
 from .escape import Escape, send_out, why_not
 from .mutation import Timeline
 from .options import Options
@@ -82,6 +82,10 @@ class _Planner:
             number = example.dim() == 0 and (handle, node) in made_of  # which PyTorch takes from a CPU
             if example.device != example_of(head.input).device and not number:
                 return because("device", f"{example_of(head.input).device} and {example.device}", location(node))
+        for _, reader in candidate.readers:
+            # Beside other readers the product would be computed for each.
+            if isinstance(reader, Whole) and len(candidate.readers) > 1 and reader.reason is not None:
+                return reader.reason
         size = candidate.rows * head.vocab * head.dtype.itemsize
         if size < self.options.min_logits_bytes:
             return because("too_small", f"{size:,} bytes", where)
@@ -101,7 +105,7 @@ class _Planner:
         made_alike = first.source.logits_key() == reader.source.logits_key()
         same_mode = self.timeline.region[first_node] == self.timeline.region[node]
         same_grad = first.source.requires_grad == reader.source.requires_grad
-        if not (same_rows and made_alike and same_mode and same_grad):
+        if not (same_rows and made_alike and same_mode and same_grad) or first.is_alone or reader.is_alone:
             return None
         weights = {r.class_weight for _, r in known.readers if r.want_class_sum}
         if reader.want_class_sum and weights and weights != {reader.class_weight}:
@@ -280,7 +284,7 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
     output = graph.output_node()
     returned = output.args
     try:
-        analysis = Analysis(graph)
+        analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
         may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from . import ops
-from .algebra import ClassTensor, Coefficients, Emit, Handle, Reader, Statistics, with_offset
+from .algebra import (
+    ClassTensor,
+    Coefficients,
+    Comparison,
+    Emit,
+    Handle,
+    LogProbs,
+    Reader,
+    Statistics,
+    Whole,
+    with_offset,
+)
 from .ops.contract import acc_dtype
 from .ops.cuda import keeps_exponentials
 from .transform import encode
@@ -18,6 +30,7 @@ IN_FORWARD = "gradients in forward"
 KEPT = "exponentials kept for the backward"
 RECOMPUTED = "recompute in backward"
 FORWARD_ONLY = "forward only"
+WHOLE = "all entries, normalised in place"
 
 
 def computes_again(readers: Sequence[Reader], memory: int) -> bool:
@@ -41,11 +54,44 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
     """
     source = readers[0].source
     prepared = operands_of(emit, source)
+    if isinstance(readers[0], Whole):
+        return WHOLE, [_whole(emit, readers[0], prepared)]
+    if isinstance(source, Comparison):
+        return _comparison(emit, readers[0], source, prepared, memory)
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in prepared]
     if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
         variant, result = _loss(emit, readers[0], prepared, needs)
         return variant, [result]
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
+
+
+def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...]) -> Handle:
+    source = reader.source
+    log, dtype = isinstance(source, LogProbs), source.dtype
+    out = emit(ops.linear_softmax, *operands, source.scale, log, dtype, **_options(source))
+    # In the shape of the hidden states but for the last axis, which may be symbolic everywhere else.
+    last = source.class_dim == len(source.shape) - 1
+    rows = source.hidden_states(emit)
+    rows = rows if last else emit(torch.movedim, rows, source.class_dim, -1)
+    sizes = [emit(torch.Tensor.size, rows, i) for i in range(len(source.shape) - 1)]
+    out = emit(torch.reshape, out, (*sizes, source.vocab))
+    return out if last else emit(torch.movedim, out, -1, source.class_dim)
+
+
+def _comparison(
+    emit: Emit, reader: Reader, source: Comparison, operands: tuple[Handle, ...], memory: int
+) -> tuple[str, list[Handle]]:
+    teacher = source.teacher
+    assert teacher is not None
+    # Where nothing flows to what is compared, nothing flows to the teacher.
+    teacher = teacher if source.requires_grad else replace(teacher, requires_grad=False)
+    others = operands_of(emit, teacher)
+    options = {"transform": encode(source.transform), "teacher_transform": encode(teacher.transform), "memory": memory}
+    options = {name: value for name, value in options.items() if value}
+    out = emit(ops.linear_divergence, *operands, source.scale, *others, teacher.scale, **options)
+    stats = Statistics(kl=emit(operator.getitem, out, 0), cross_entropy=emit(operator.getitem, out, 1))
+    needs = any(h is not None and bool(emit.example(h).requires_grad) for h in (*operands, *others))
+    return (RECOMPUTED if needs else FORWARD_ONLY), [reader.finish(emit, stats, None)]
 
 
 def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle]:
@@ -82,9 +128,8 @@ def _class_weight(emit: Emit, reader: Reader) -> Handle | None:
     return emit(torch.Tensor.to, reader.class_weight, acc_dtype(reader.source.head.dtype))
 
 
-def _options(reader: Reader) -> dict[str, Any]:
-    transform = reader.source.transform
-    return {"transform": encode(transform)} if transform else {}
+def _options(source: ClassTensor) -> dict[str, Any]:
+    return {"transform": encode(source.transform)} if source.transform else {}
 
 
 def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[bool]) -> tuple[str, Handle]:
@@ -94,7 +139,7 @@ def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[
     c_lse = c.lse
     if c_lse is None:
         c_lse = emit(torch.zeros_like, emit(torch.select, c.log_prob, 1, 0))
-    weight, scale, options = _class_weight(emit, reader), reader.source.scale, _options(reader)
+    weight, scale, options = _class_weight(emit, reader), reader.source.scale, _options(reader.source)
     arguments = *operands, index, weight, scale, c_lse, c.log_prob, c.class_sum
     # Its backward reads input and weight, which eager's does too only where both need gradients.
     if needs[0] and needs[1] and _keeps_exponentials(emit, operands, index, c, options):
@@ -133,7 +178,7 @@ def statistics(
     summing = [reader for reader in readers if reader.want_class_sum]
     weight = _class_weight(emit, summing[0]) if summing else None
     skip = all(reader.skip_unindexed for reader in readers)
-    scale, options = readers[0].source.scale, _options(readers[0]) | ({"memory": memory} if memory else {})
+    scale, options = readers[0].source.scale, _options(readers[0].source) | ({"memory": memory} if memory else {})
     options |= {name: True for name in ("want_entropy", "want_top") if any(getattr(reader, name) for reader in readers)}
     out = emit(ops.linear_stats, *operands, index, weight, scale, bool(summing), skip, **options)
     lse, picked, log_prob, class_sum, _, entropy, top, argmax = (emit(operator.getitem, out, i) for i in range(8))

@@ -28,14 +28,14 @@ _KINDS = (
     Kind(
         "returned",
         "the logits leave the compiled function ({detail})",
-        "return them as the projection made them (the vocabulary last, not normalised, no second view of them, their "
-        "operands unchanged) under fxfuse.defer_logits; or return only the loss from the compiled function",
+        "return them as the projection made them (the vocabulary last, their operands unchanged) under "
+        "fxfuse.defer_logits; or return only the loss from the compiled function",
     ),
     Kind(
         "unknown_reader",
         "{detail} reads the logits, and fxfuse has no rule for it",
-        "read them only through cross_entropy, log_softmax and gather, nll_loss, or logsumexp; take anything else, "
-        "such as a metric, from a separate call",
+        "read them only through cross_entropy, log_softmax and gather, nll_loss, logsumexp, entropy or argmax; take "
+        "anything else, such as another metric, from a separate call",
     ),
     Kind(
         "unsupported_argument",
@@ -55,7 +55,7 @@ _KINDS = (
     Kind(
         "mutated",
         "{detail} changes the logits in place",
-        "use the out-of-place form (`z = z / t` for `z /= t`)",
+        "use the out-of-place form (`z = z / t`, with a t for each row where it is some rows that change)",
     ),
     Kind(
         "operand_mutated",

@@ -1,8 +1,8 @@
 """Programs that read logits, each with what fxfuse should make of it.
 
 One list for every driver and device: a program takes a ``World`` and computes what a user's code would. In those of
-``FUSED`` every head must be fused; those of ``KEPT`` must be left alone, for the reason named; of ``DEFERRED`` the
-logits leave the graph.
+``FUSED`` and ``FUSED_IN_GRAPHS`` every head must be fused; those of ``KEPT`` must be left alone, for the reason named;
+of ``DEFERRED`` the logits leave the graph.
 """
 
 from __future__ import annotations
@@ -332,6 +332,41 @@ def _normalised_by_hand(s: World) -> Any:
     return _rows(lp, s.y), -(lp.exp() * lp).sum(-1), _rows(zb - zb.logsumexp(-1)[..., None], s.y), other.sum(-1)
 
 
+def _teacher(s: World) -> torch.Tensor:
+    with torch.no_grad():
+        return F.linear(s.x.cos(), s.w.sin())
+
+
+def _distillation(s: World) -> Any:
+    student, teacher = s.zb / 2, _teacher(s) / 2
+    a = F.kl_div(F.log_softmax(student, -1), F.softmax(teacher, -1), reduction="batchmean") * 4
+    student = F.linear(s.x, s.w)
+    targets = torch.log_softmax(_teacher(s), -1)
+    return a, F.kl_div(student.log_softmax(-1), targets, reduction="sum", log_target=True)
+
+
+def _distillation_by_rows(s: World) -> Any:
+    """Gradients of both; rows chosen after, as with masks over prompts."""
+    student, teacher = s.zb.log_softmax(-1), F.linear(s.x.sin(), s.w.cos(), s.b).log_softmax(-1)
+    each = F.kl_div(student[:, :-1], teacher[:, :-1], reduction="none", log_target=True)
+    return each.transpose(0, 1)[1:].sum(-1), F.kl_div(s.z.log_softmax(-1), F.linear(s.x, s.w * 2).softmax(-1))
+
+
+def _probabilities_of_a_teacher(s: World) -> Any:
+    p = _teacher(s).softmax(-1)
+    a = F.cross_entropy(s.zb.view(-1, VOCAB), p.view(-1, VOCAB))
+    b = -(_teacher(s).softmax(-1) * s.zb.log_softmax(-1)).sum(-1)
+    return a, b, F.cross_entropy(s.z.mT, F.softmax(_teacher(s), -1).mT, reduction="none")
+
+
+def _all_log_probs_written(s: World) -> Any:
+    lp = s.z.log_softmax(-1)
+    lp = lp.masked_fill(s.x[..., :1] > s.c, -5.0)
+    other = s.zb.detach().softmax(-1)
+    other[0] *= 2
+    return lp, other
+
+
 def _largest(s: World) -> Any:
     z = s.zb
     values, classes = z.max(-1)
@@ -379,9 +414,6 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "vocabulary_mask": _vocabulary_mask,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
-    "in_place": _in_place,
-    "in_place_through_views": _in_place_through_views,
-    "in_place_by_tensors": _in_place_by_tensors,
     "clamped": lambda s: ce(s.z.clamp(min=-1, max=1.5), s.y) + ce(torch.clamp_min(s.z, 0.1).clamp_max(2), s.y),
     "rectified": lambda s: ce(torch.relu(s.z) * 2, s.y) + ce(F.relu(s.z), s.y),
     "softsign": lambda s: ce(3 * F.softsign(s.z), s.y) + ce(F.logsigmoid(s.z), s.y),
@@ -477,7 +509,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
         torch.log(_rows(torch.softmax(s.z, -1), s.y)) + _rows(s.z.softmax(-1).log(), s.y)
     ),
     "entropies": _entropies,
-    "normalised_by_hand": _normalised_by_hand,
+    "metrics_of_all": lambda s: (lambda z: (z.mean(), z.detach().sum(), (z.softmax(-1) * z).sum(), ce(z, s.y)))(s.zb),
     "largest": _largest,
     "accuracy_beside": _accuracy_beside,
     "normalised_twice": lambda s: (
@@ -499,6 +531,38 @@ FUSED: dict[str, Callable[[World], Any]] = {
         s.z.mT.log_softmax(1).gather(1, s.y[:, None, :].expand(-1, 2, -1)).view(-1),
         s.z.permute(1, 0, 2).logsumexp(-1).view(-1),
     ),
+}
+
+
+# Fused too, but only in a graph: at run time, where values are written or compared or needed in full, they are built.
+FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
+    "in_place": _in_place,
+    "in_place_through_views": _in_place_through_views,
+    "in_place_by_tensors": _in_place_by_tensors,
+    "normalised_by_hand": _normalised_by_hand,
+    "one_hot": lambda s: -(F.one_hot(s.y, VOCAB) * s.z.log_softmax(-1)).sum(-1),
+    "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),
+    "one_hot_logits": lambda s: (s.z * F.one_hot(s.y, num_classes=VOCAB)).transpose(0, 1).sum(dim=-1, keepdim=True),
+    "distillation": _distillation,
+    "distillation_by_rows": _distillation_by_rows,
+    "distillation_of_deferred_logits": lambda s: F.kl_div(s.z.log_softmax(-1), s.zb.softmax(-1), reduction="none").sum(
+        -1
+    ),
+    "probabilities_of_a_teacher": _probabilities_of_a_teacher,
+    "all_log_probs": lambda s: s.zb.log_softmax(-1),
+    "all_probabilities": lambda s: F.softmax(s.z.mT / 2, dim=1)[:, 1:],
+    "all_log_probs_written": _all_log_probs_written,
+    "mutated_log_probs": lambda s: _mutated_log_probs(s),
+    "capped_log_probs": lambda s: _rows(s.z.log_softmax(-1).tanh(), s.y),
+    "cross_entropy_of_log_probs": lambda s: ce(s.z.log_softmax(-1), s.y),
+    "shifted_log_probs": lambda s: _rows(s.z.log_softmax(-1) + 2, s.y),
+    "log_probs_times_zero": lambda s: _rows(s.z.log_softmax(-1) * 1e-200 * 1e-200, s.y),
+    "one_hot_of_written_labels": lambda s: _one_hot_of_written_labels(s),
+    "one_hot_in_class_dim_1": lambda s: (s.z.mT.log_softmax(1) * F.one_hot(s.y, VOCAB).mT).sum(1),
+    "slice_of_log_probs": lambda s: s.z.log_softmax(-1)[..., :5].sum(-1),
+    "sum_of_probabilities": lambda s: s.z.softmax(-1).sum(-1),
+    "weighed_by_another": lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1),
+    "all_entries_read": lambda s: (torch.softmax(s.z, -1).pow(2).sum(-1), (s.zb.log_softmax(-1) * s.c).mean(-1)),
 }
 
 
@@ -535,6 +599,13 @@ def _temperature_mutated(s: World) -> Any:
     z = s.z.detach() * t
     t.add_(1)
     return z.logsumexp(-1)
+
+
+def _one_hot_of_written_labels(s: World) -> Any:
+    y = s.y.clone()
+    hot = F.one_hot(y, VOCAB)
+    y[0] = 1
+    return (s.z.log_softmax(-1) * hot).sum(-1)
 
 
 def _log_sum_exp_mutated(s: World) -> Any:
@@ -749,18 +820,18 @@ DEFERRED: dict[str, Callable[[World], Any]] = {
     "returned_split": lambda s: s.z.split(2, dim=1),
     "returned_written": _returned_written,
     "returned_shifted_by_a_bias": lambda s: (s.zb + s.c, (s.z * s.b[0].exp()).contiguous()),
+    "returned_beside_log_probs": lambda s: (lambda z: (z, z.log_softmax(-1)))(s.z),
     "returned_some_classes": lambda s: (s.zb[..., :11], ce(s.z, s.y)),
     "returned_strided": lambda s: (s.z[:, :-1], s.zb.transpose(0, 1), s.z[:, 1]),
 }
 
 KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
+    "returned_beside_scores": ("returned", _returned_scores),
     "a_product_of_constants_underflows": (
         "unsupported_argument",
         lambda s: ce(torch.tanh(s.z) * 1e-200 * 1e-200, s.y),
     ),
-    "returned_log_probs": ("returned", _returned_scores),
     "returned_transposed": ("returned", lambda s: s.z.mT),
-    "returned_beside_log_probs": ("returned", lambda s: (lambda z: (z, z.log_softmax(-1)))(s.z)),
     "returned_after_write": ("returned", _returned_after_write),
     "returned_after_data": ("returned", _returned_after_data),
     "returned_of_a_larger_weight": ("returned", lambda s: F.linear(s.x[0, :1], s.w * 2)),
@@ -777,18 +848,14 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
         lambda s: F.cross_entropy(s.z.view(-1, 1), s.y.new_zeros(BATCH * TIME * VOCAB)),
     ),
     "divided_number": ("unknown_reader", lambda s: ce(2 / s.z, s.y)),
-    "capped_log_probs": ("unknown_reader", lambda s: _rows(s.z.log_softmax(-1).tanh(), s.y)),
     "squared": ("unknown_reader", lambda s: ce(s.z * s.z, s.y)),
-    "cross_entropy_of_log_probs": ("unknown_reader", lambda s: ce(s.z.log_softmax(-1), s.y)),
     "nll_of_logits": ("unknown_reader", lambda s: F.nll_loss(s.z.flatten(0, 1), s.y.flatten())),
-    "shifted_log_probs": ("unknown_reader", lambda s: _rows(s.z.log_softmax(-1) + 2, s.y)),
-    "log_probs_times_zero": ("unsupported_argument", lambda s: _rows(s.z.log_softmax(-1) * 1e-200 * 1e-200, s.y)),
     "sum_over_rows": ("class_dim", lambda s: s.z.sum(1)),
     "logits_as_argument": ("unknown_reader", _logits_as_argument),
     "rounded_division": ("unsupported_argument", lambda s: ce(torch.div(s.z, 2, rounding_mode="floor"), s.y)),
     "scaled_by_zero": ("unsupported_argument", lambda s: ce(s.z * 0.0, s.y)),
     "legacy_reduction": ("unsupported_argument", lambda s: ce(s.z, s.y, size_average=False)),
-    "smaller_index": ("shape", lambda s: s.z.log_softmax(-1).gather(-1, s.y[:, :3, None])),
+    "smaller_index": ("shape", lambda s: s.z.gather(-1, s.y[:, :3, None])),
     "broadcast_index": ("shape", lambda s: torch.take_along_dim(s.z, s.y[:1, :, None], -1)),
     "many_columns": ("unsupported_argument", lambda s: s.z.gather(-1, s.y[..., None].expand(-1, -1, 100))),
     "mutated_in_another_mode": ("mutated", _mutated_in_another_mode),
@@ -802,15 +869,11 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "mask_of_entries": ("unknown_reader", lambda s: ce(s.z.masked_fill(s.x[..., :1] > s.c, -5.0), s.y)),
     "one_class": ("unknown_reader", lambda s: s.z[..., 3]),
     "empty_slice": ("unknown_reader", lambda s: s.z[..., :0].sum(-1)),
-    "slice_of_log_probs": ("unknown_reader", lambda s: s.z.log_softmax(-1)[..., :5].sum(-1)),
     "several_of_the_largest": ("unknown_reader", lambda s: s.z.topk(3).values),
     "gradient_of_amax": ("unknown_reader", lambda s: s.z.amax(-1)),
-    "sum_of_probabilities": ("unknown_reader", lambda s: s.z.softmax(-1).sum(-1)),
-    "weighed_by_another": ("unknown_reader", lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1)),
     "joined_with_others": ("unknown_reader", lambda s: ce(torch.cat([s.z, s.x @ s.w.t() * 2], 1), s.y.repeat(1, 2))),
     "wider_by_a_tensor": ("unknown_reader", lambda s: (s.z[:, :1] * s.x[..., :1]).logsumexp(-1)),
     "mutated_through_view": ("mutated", _mutated_through_view),
-    "mutated_log_probs": ("mutated", _mutated_log_probs),
     "hidden_mutated": ("operand_mutated", _hidden_mutated),
     "hidden_mutated_through_base": ("operand_mutated", _hidden_mutated_through_base),
     "hidden_mutated_by_relu": ("operand_mutated", _hidden_mutated_by_relu),

@@ -72,8 +72,8 @@ def test_every_kept_head_has_its_reason_and_remedy() -> None:
         kept: {KEPT.where} ({KEPT.module})
             topk reads the logits, and fxfuse has no rule for it
             at /home/someone/project/metrics.py:7
-            remedy: read them only through cross_entropy, log_softmax and gather, nll_loss, or logsumexp;
-              take anything else, such as a metric, from a separate call
+            remedy: read them only through cross_entropy, log_softmax and gather, nll_loss, logsumexp,
+              entropy or argmax; take anything else, such as another metric, from a separate call
         """)
     assert note in printed
     assert printed.endswith("2 heads: 1 fused, 1 kept; 6.0 GiB of logits not built")
@@ -158,8 +158,9 @@ def test_json_form() -> None:
                         "reason": {
                             "code": "unknown_reader",
                             "sentence": "topk reads the logits, and fxfuse has no rule for it",
-                            "remedy": "read them only through cross_entropy, log_softmax and gather, nll_loss, or "
-                            "logsumexp; take anything else, such as a metric, from a separate call",
+                            "remedy": "read them only through cross_entropy, log_softmax and gather, nll_loss, "
+                            "logsumexp, entropy or argmax; take anything else, such as another metric, from a separate "
+                            "call",
                             "where": "/home/someone/project/metrics.py:7",
                         },
                     }

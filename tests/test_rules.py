@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import dense_reads
-from programs import DEFERRED, FUSED, KEPT, DeferredWorld, World
+from programs import DEFERRED, FUSED, FUSED_IN_GRAPHS, KEPT, DeferredWorld, World
 
 import fxfuse
 from fxfuse import rules
@@ -16,10 +16,7 @@ from fxfuse.deferred import DeferredLogits
 
 # Their strides are symbols then, which the caller does not know.
 NOT_DYNAMIC = ("returned_from_another_mode", "returned_strided", "returned_some_classes")
-# Where values are written or compared, deferred logits are built; a graph shows what comes of it.
-DENSE_AT_RUN_TIME = (
-    *("in_place", "in_place_through_views", "in_place_by_tensors", "normalised_by_hand", "returned_written"),
-)
+IN_GRAPHS = FUSED | FUSED_IN_GRAPHS
 OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
 # By driver: the programs that ran and the rules that they applied.
 RAN: dict[str, set[Any]] = {"graph": set(), "run time": set()}
@@ -90,9 +87,9 @@ def _compare(program: Callable[[World], Any], device: str, dynamic: bool, memory
 
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", IN_GRAPHS)
 def test_fused(name: str, dynamic: bool, device: str) -> None:
-    sites = _compare(FUSED[name], device, dynamic)
+    sites = _compare(IN_GRAPHS[name], device, dynamic)
     assert sites
     assert {site.status for site in sites} == {"fused"}, sites
     for site in sites:
@@ -104,9 +101,9 @@ def test_fused(name: str, dynamic: bool, device: str) -> None:
 
 
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", IN_GRAPHS)
 def test_fused_in_little_memory(name: str, device: str) -> None:
-    assert {site.status for site in _compare(FUSED[name], device, False, memory=1)} == {"fused"}
+    assert {site.status for site in _compare(IN_GRAPHS[name], device, False, memory=1)} == {"fused"}
 
 
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
@@ -148,8 +145,13 @@ def _compare_at_run_time(program: Callable[[World], Any], device: str) -> int:
 @pytest.mark.parametrize("driver", ["run time"])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_at_run_time(name: str, driver: str, device: str) -> None:
-    reads = _compare_at_run_time(FUSED[name], device)
-    assert (reads > 0) == (name in DENSE_AT_RUN_TIME)
+    assert _compare_at_run_time(FUSED[name], device) == 0
+
+
+@pytest.mark.parametrize("driver", ["run time"])
+@pytest.mark.parametrize("name", FUSED_IN_GRAPHS)
+def test_built_at_run_time(name: str, driver: str, device: str) -> None:
+    assert _compare_at_run_time(FUSED_IN_GRAPHS[name], device) > 0
 
 
 @pytest.mark.parametrize("driver", ["run time"])
@@ -158,7 +160,7 @@ def test_deferred_at_run_time(name: str, driver: str, device: str) -> None:
     _compare_at_run_time(DEFERRED[name], device)
     with dense_reads() as reads:  # not of the backward, where tanh reads what it returned
         DEFERRED[name](DeferredWorld.make(device=device))
-    assert bool(reads) == (name in DENSE_AT_RUN_TIME)
+    assert bool(reads) == (name == "returned_written")
 
 
 @pytest.mark.parametrize("driver", ["run time"])
@@ -174,7 +176,7 @@ def test_kept_at_run_time(name: str, driver: str, device: str) -> None:
 @pytest.mark.parametrize("which", RAN)
 def test_every_rule_has_a_program(which: str) -> None:
     """A rule that no program applies is untested, under either driver."""
-    if len(RAN[which]) < len(FUSED) + len(KEPT) + len(DEFERRED):
+    if len(RAN[which]) < len(IN_GRAPHS) + len(KEPT) + len(DEFERRED):
         pytest.skip("runs after all programs, in the same process")
     rows = set(rules.TABLE.values()) | (set(rules.HEADS.values()) if which == "graph" else set())
     assert {row.apply.__name__ for row in rows if row.apply not in USED[which]} == set()

@@ -32,7 +32,7 @@ class Keep(Exception):
         self.reason = reason
 
 
-def _unknown(_: Any) -> None:
+def _unknown(*_: Any) -> None:
     return None
 
 
@@ -48,6 +48,7 @@ class Call:
         reader_of: from a handle to the reader that returned it, perhaps with axes of size one added since; None where
             that is not known or something may have written to it.
         constant: from a handle to the number that it certainly holds, or None.
+        classes_of: from the handle of a one-hot tensor and its number of classes to that of the classes, or None.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Call:
     where: str | None = None
     reader_of: Callable[[Any], Reader | None] = _unknown
     constant: Callable[[Any], float | None] = _unknown
+    classes_of: Callable[[Any, int], Any] = _unknown
 
     def keep(self, code: str, detail: str = "") -> NoReturn:
         """Refuse: leave the head dense, for the reason ``code``."""

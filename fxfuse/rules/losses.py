@@ -16,6 +16,7 @@ from ..algebra import (
     Index,
     Logits,
     LogProbs,
+    Probs,
     Reader,
     Statistics,
     weigh,
@@ -24,9 +25,10 @@ from ..algebra import (
 from ..compat import same
 from ..ops.contract import acc_dtype
 from . import Call, rule
+from .transforms import compared
 
 
-@rule(F.cross_entropy, like=F.cross_entropy, reads="loss")
+@rule(F.cross_entropy, like=F.cross_entropy, reads="loss", tracked=("input", "target"))
 def cross_entropy(
     call: Call,
     input: Any,
@@ -38,6 +40,8 @@ def cross_entropy(
 ) -> Reader:
     if not isinstance(input, Logits):
         call.keep("unknown_reader", "cross_entropy of log-probabilities")
+    if isinstance(target, Probs) and weight is None and label_smoothing == 0.0:
+        return _with_teacher(call, input, target, False, reduction, classes_at=0 if len(input.shape) == 1 else 1)
     return _class_index_loss(call, input, target, weight, ignore_index, reduction, label_smoothing)
 
 
@@ -48,6 +52,42 @@ def nll_loss(
     if not isinstance(input, LogProbs):
         call.keep("unknown_reader", "nll_loss of values that are not log-probabilities")
     return _class_index_loss(call, input, target, weight, ignore_index, reduction, 0.0)
+
+
+@rule(F.kl_div, like=F.kl_div, reads="loss", derives=True, tracked=("input", "target"))
+def kl_div(call: Call, input: Any, target: Any, reduction: Any = "mean", log_target: Any = False) -> Any:
+    wanted = LogProbs if log_target else Probs
+    if not isinstance(input, LogProbs) or not isinstance(target, wanted):
+        call.keep("unknown_reader", "kl_div of something other than log-probabilities of two heads")
+    if reduction == "none":
+        return compared(call, input, target, divergence=True)
+    return _with_teacher(call, input, target, True, reduction, classes_at=None)
+
+
+def _with_teacher(
+    call: Call, input: ClassTensor, target: ClassTensor, divergence: bool, reduction: Any, classes_at: int | None
+) -> Reader:
+    """A loss between the distributions of two heads, the target's being the teacher."""
+    if reduction not in ("none", "mean", "sum", "batchmean"):
+        call.keep("unsupported_argument", f"{call.name} has reduction={reduction!r}")
+    if classes_at is not None and input.class_dim != classes_at:
+        call.keep("class_dim")
+    source = compared(call, input, target, divergence)
+
+    def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
+        if not divergence:
+            if reduction != "none":
+                return emit(torch.mean if reduction == "mean" else torch.sum, stats.cross_entropy)
+            column = emit(torch.select, source.hidden_states(emit), source.class_dim, 0)
+            return emit(torch.Tensor.reshape_as, stats.cross_entropy, column)
+        if reduction == "mean":
+            return emit(torch.div, emit(torch.mean, stats.kl), input.vocab)
+        total = emit(torch.sum, stats.kl)
+        if reduction == "sum":
+            return total
+        return emit(torch.div, total, emit(torch.Tensor.size, source.hidden_states(emit), 0))
+
+    return Reader(source, _spelled(call.name, -100, reduction, 0.0, None), finish)
 
 
 def _class_index_loss(

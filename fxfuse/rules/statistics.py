@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from .. import ops
 from ..algebra import (
     ClassTensor,
+    Comparison,
     Emit,
     Handle,
+    Index,
     Logits,
     LogProbs,
+    OneOfEach,
     Probs,
     Reader,
     Statistics,
@@ -42,18 +46,50 @@ def mean(call: Call, input: Any, dim: Any = None, keepdim: Any = False, *, dtype
 
 
 def _total(call: Call, input: Any, dim: Any, keepdim: Any, share: float) -> Reader:
-    """The sum over the vocabulary, times ``share``."""
-    along_classes(call, input, dim)
+    """The sum over the vocabulary, times ``share``; without a dimension, the sum or the mean of that over the rows."""
+    if dim is not None:
+        along_classes(call, input, dim)
     converted(call, input, call.out.dtype)
-    if type(input) not in _TOTALS:
+    index: Index | None = None
+    if isinstance(input, Comparison):
+        kind: type[ClassTensor] = Comparison
+    elif isinstance(input, OneOfEach):
+        index, kind = _classes_of(input), input.of
+    elif type(input) in _TOTALS:
+        kind = type(input)
+    else:
         call.keep("unknown_reader", f"{call.name} of probabilities")
 
     def total(emit: Emit, stats: Statistics) -> Handle:
-        return times(emit, _TOTALS[type(input)](emit, stats, input.vocab), share * input.factor)
+        if isinstance(input, Comparison):
+            of_row = stats.kl if input.divergence else emit(torch.neg, stats.cross_entropy)
+        elif index is not None:
+            of_row = emit(torch.select, stats.log_prob if kind is LogProbs else stats.picked, 1, 0)
+        else:
+            of_row = _TOTALS[kind](emit, stats, input.vocab)
+        return times(emit, of_row, share * input.factor)
 
-    weighed = isinstance(input, (WeighedLogits, WeighedLogProbs))
-    finish = _one_a_row(input, keepdim, total)
-    return Reader(input, call.name, finish, want_class_sum=not weighed, want_entropy=weighed)
+    def of_all(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
+        return emit(torch.sum if share == 1.0 else torch.mean, total(emit, stats))
+
+    weighed = kind in (WeighedLogits, WeighedLogProbs)
+    return Reader(
+        input,
+        call.name,
+        of_all if dim is None else _one_a_row(input, keepdim, total),
+        index,
+        want_class_sum=kind in (Logits, LogProbs) and index is None,
+        want_entropy=weighed,
+        operands=() if index is None else (input.hot,),
+    )
+
+
+def _classes_of(input: OneOfEach) -> Index:
+    def make(emit: Emit) -> Handle:
+        flat = emit(torch.reshape, input.index(emit), (-1, 1))
+        return emit(ops.check_index, flat, input.vocab, None)
+
+    return Index(make, (input.hot, "one-hot", input.axis, input.row_key()[input.since :]))
 
 
 # The sum over the vocabulary of each kind, from the statistics and the size of the vocabulary.

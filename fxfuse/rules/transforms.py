@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from ..algebra import (
     ClassOp,
     ClassTensor,
+    Comparison,
     Logits,
     LogProbs,
+    OneOfEach,
     Probs,
     RowOp,
     WeighedLogits,
@@ -130,6 +132,8 @@ _WEIGHED: dict[type[ClassTensor], type[ClassTensor]] = {Logits: WeighedLogits, L
 def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
     """Probabilities times the logits that they are of."""
     probs, other = (a, b) if isinstance(a, Probs) else (b, a)
+    if isinstance(probs, Probs) and isinstance(other, LogProbs) and a.head is not b.head:
+        return compared(call, other, probs, divergence=False)
     kind = _WEIGHED.get(type(other))
     alike = a.head is b.head and a.row_key(whole=True) == b.row_key(whole=True) and a.logits_key() == b.logits_key()
     if not isinstance(probs, Probs) or kind is None or not alike or a.class_dim != b.class_dim:
@@ -138,6 +142,21 @@ def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
         call.keep("unknown_reader", f"{call.name} of logits by detached ones")
     factor = a.factor * b.factor
     return become(kind, other, call.name, dtype=converted(call, other, call.out.dtype), factor=factor)
+
+
+def compared(call: Call, input: ClassTensor, teacher: ClassTensor, divergence: bool) -> Comparison:
+    """Of two heads over one vocabulary, what compares the distributions; ``input`` is the student's."""
+    shapes = len(input.shape) == len(teacher.shape) and all(map(same, input.shape, teacher.shape))
+    if input.head is teacher.head or not shapes or input.class_dim != teacher.class_dim:
+        call.keep("unknown_reader", f"{call.name} of distributions that are not two heads' over one vocabulary")
+    if teacher.factor != 1.0 or (divergence and input.factor != 1.0):
+        call.keep("unknown_reader", f"{call.name} of scaled probabilities")
+    if input.head.dtype != teacher.head.dtype:
+        call.keep("dtype", f"{call.name} of logits of {input.head.dtype} and {teacher.head.dtype}")
+    if teacher.requires_grad and not input.requires_grad:
+        call.keep("unknown_reader", f"{call.name} with a gradient for the teacher alone")
+    dtype = converted(call, input, call.out.dtype if call.out.dim() == len(input.shape) else input.dtype)
+    return become(Comparison, input, call.name, dtype=dtype, teacher=teacher, divergence=divergence)
 
 
 @rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__", tracked=("input", "other"),
@@ -149,7 +168,21 @@ def mul(call: Call, input: Any, other: Any) -> ClassTensor:
         input, other = other, input
     if _is_number(other):
         return _scaled(call, input, float(other))
+    hot = call.classes_of(other, input.vocab)
+    if hot is not None:
+        return _of_one_class(call, input, other, hot)
     return _scaled_by_tensor(call, input, torch.mul, other)
+
+
+def _of_one_class(call: Call, input: Any, other: Any, hot: Any) -> ClassTensor:
+    """Times the one-hot tensor ``other`` of the classes ``hot``."""
+    _like(call, input, other)
+    last = input.class_dim == len(input.shape) - 1
+    if type(input) not in (Logits, LogProbs) or not last or call.example(other).dim() != len(input.shape):
+        call.keep("unknown_reader", f"{call.name} by a one-hot tensor")
+    dtype = converted(call, input, call.out.dtype)
+    made = {"of": type(input), "hot": hot, "axis": input.class_dim, "since": len(input.row_ops)}
+    return become(OneOfEach, input, call.name, dtype=dtype, **made)
 
 
 @rule(operator.truediv, "__truediv__", in_place=(operator.itruediv, "__itruediv__"))

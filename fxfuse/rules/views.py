@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..algebra import HIDDEN, ClassOp, ClassTensor, Join, Logits, Reader, RowOp, derive, of_classes
+from ..algebra import HIDDEN, ClassOp, ClassTensor, Join, Logits, LogProbs, Probs, Reader, RowOp, derive, of_classes
 from ..compat import same
 from . import Call, rule
 from .log_probs import entry_of_each
@@ -333,7 +333,7 @@ def stack(call: Call, tensors: Any, dim: Any = 0) -> ClassTensor:
 
 def _joined(call: Call, function: Callable[..., Any], tensors: Any, dim: Any, added: int) -> ClassTensor:
     first = tensors[0]
-    if not all(isinstance(t, type(first)) for t in tensors) or not isinstance(first, ClassTensor):
+    if type(first) not in (Logits, LogProbs, Probs) or any(type(t) is not type(first) for t in tensors):
         call.keep("unknown_reader", f"{call.name} of logits with something else")
     for other in tensors[1:]:
         made_alike = first.logits_key() == other.logits_key() and first.factor == other.factor

@@ -1,0 +1,83 @@
+"""What fxfuse adds to compilation: the time of its analysis beside Inductor's, for a Llama of 32 layers.
+
+    python bench/analysis.py [--layers 32] [--json FILE]
+
+The layers are narrow, which changes neither the number of nodes nor what is analysed. Compiles forward and backward
+of one training step without any cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import tabulate
+import torch
+from tqdm import tqdm
+
+import fxfuse  # noqa: F401 (registers the ops, whose import is not part of an analysis)
+from fxfuse import backend
+
+
+def measure(layers: int) -> dict[str, float | int | str]:
+    """Seconds of the analysis and of all of the compilation, and the size of the graph."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(device)
+    ids = torch.randint(0, 32000, (2, 64), device=device)
+    seen: dict[str, float | int] = {"nodes": 0, "analysis": 0.0}
+    rewrite = backend.rewrite
+
+    def timed(gm: torch.fx.GraphModule, options: object) -> object:
+        start = time.perf_counter()
+        out = rewrite(gm, options)
+        seen["analysis"] += time.perf_counter() - start
+        seen["nodes"] += len(gm.graph.nodes)
+        return out
+
+    backend.rewrite = timed
+    try:
+        start = time.perf_counter()
+        options = {"fxfuse.min_logits_bytes": 0, "force_disable_caches": True}
+        compiled = torch.compile(model, backend="fxfuse", options=options)
+        compiled(input_ids=ids, labels=ids).loss.backward()
+        total = time.perf_counter() - start
+    finally:
+        backend.rewrite = rewrite
+    return {"layers": layers, "device": device, "torch": torch.__version__, "total": total, **seen}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32], metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    results = []
+    for layers in tqdm(args.layers, desc="compiling", unit="model"):
+        torch._dynamo.reset()
+        results.append(measure(layers))
+    rows = [
+        (
+            r["layers"],
+            r["nodes"],
+            f"{1e3 * r['analysis']:.0f} ms",
+            f"{r['total']:.1f} s",
+            f"{r['analysis'] / r['total']:.2%}",
+        )
+        for r in results
+    ]
+    print(tabulate.tabulate(rows, ("layers", "nodes", "fxfuse", "all of compilation", "share")))
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
