@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import inspect
 import json
+import linecache
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -24,9 +24,8 @@ import resource
 import sys
 import time
 import traceback
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,31 +35,31 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.nn.functional as F
 import transformers
+from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedConfig
-from transformers.models.auto import modeling_auto
+from tqdm import tqdm
+from zoo_models import HIDDEN, LAYERS, TASKS, VOCAB, build, classes, inputs_of
 
-import fxfuse
 from fxfuse.report.records import journal
 
-TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ")
-VERDICTS = (
-    "fused",
-    "deferred",
-    "read",
-    "kept",
-    "not seen",
-    "not right",
-    "fxfuse fails",
-    "does not compile",
-    "no vocabulary head",
-    "does not run in eager",
-    "not buildable",
-    "time is up",
-)
-VOCAB, HIDDEN, HEADS, LAYERS, LENGTH, BATCH = 1031, 64, 4, 2, 16, 2
-TIME_LIMIT = 240  # seconds a class
+# Every verdict, in the table's order, with what it says.
+VERDICTS = {
+    "fused": "the head and its loss are one, and nothing else reads the logits",
+    "deferred": "the loss is fused; the logits that the model returns wait, and nothing in the step reads them",
+    "read": "deferred, and then computed in full, because something in the step reads them",
+    "kept": "left as it was, with fxfuse's reason",
+    "not seen": "eager multiplies by a parameter and gets a vocabulary's width; fxfuse reports no head there",
+    "not right": "the loss or a gradient errs more than allowed",
+    "fails": 'an exception or a crash that `backend="eager"` does not have',
+    "does not compile": 'an exception that `backend="eager"` has as well',
+    "no vocabulary head": "nothing in eager's forward multiplies by a parameter and gets a vocabulary's width",
+    "does not run in eager": "with the inputs that the zoo makes",
+    "not buildable": "with the configuration that the zoo makes",
+}
+GOOD = ("fused", "deferred")
+HEADED = (*GOOD, "read", "kept", "not seen", "not right", "fails")
+TIME_LIMIT = 300  # seconds a class
 
 
 @dataclass
@@ -85,95 +84,12 @@ class Row:
     more: str = field(default="", repr=False)  # a traceback
 
 
-def classes() -> dict[str, str]:
-    """The names of the classes, each with the model type that is mapped to it."""
-    found: dict[str, str] = {}
-    for task in TASKS:
-        for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
-            for name in (names,) if isinstance(names, str) else names:
-                found.setdefault(name, model_type)
-    return found
-
-
-# --- a tiny configuration -------------------------------------------------------------------------------------
-
-# The first pattern that a field's whole name matches says what becomes of its value.
-_RULES: tuple[tuple[str, Any], ...] = (
-    (r".*(drop|jitter).*", lambda v: 0.0 if isinstance(v, float) else v),
-    (r".*vocab(ulary)?_size.*|.*_vocab|codebook_size", lambda v: VOCAB),
-    (r"(num_)?(hidden_layers|n_layers?|layers|decoder_layers|encoder_layers)|.*num.*_layers|n_layer|depth|.*_layers", lambda v: min(v, LAYERS)),
-    (r".*(kv_heads|key_value_heads|_kv_heads).*|n_head_kv|num_query_groups|multi_query_group_num", lambda v: min(v, 2)),
-    (r".*(num|n)_.*heads?|n_heads?|num_heads|.*attention_heads", lambda v: min(v, HEADS)),
-    (r"(.*_)?head_dim|head_size|d_kv|attention_head_size", lambda v: HIDDEN // HEADS),
-    (r"qk_rope_head_dim|rotary_dim", lambda v: 8),
-    (r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|_inner_dim).*", lambda v: min(v, 2 * HIDDEN)),
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|hidden_dim|dim|width|n_embed|projection_dim)", lambda v: HIDDEN),
-    (r".*lora_rank|.*rank", lambda v: min(v, 16)),
-    (r".*num.*experts_per_tok.*|.*top_?k.*", lambda v: min(v, 2)),
-    (r".*(num|n)_.*experts|num_experts|n_routed_experts", lambda v: min(v, 4)),
-    (r"n_group|topk_group|n_shared_experts|first_k_dense_replace", lambda v: min(v, 1)),
-    (r"image_size", lambda v: 32),
-    (r"patch_size", lambda v: 8),
-)
-
-
-def shrink(config: PreTrainedConfig, ids: Iterator[int] | None = None) -> PreTrainedConfig:
-    """``config`` and the configurations in it, made tiny in place."""
-    ids = ids or iter(range(VOCAB - 1, 0, -1))
-    layers = getattr(config, "num_hidden_layers", None)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, PreTrainedConfig):
-            shrink(value, ids)
-        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
-            if value >= VOCAB:
-                put(config, name, next(ids))
-        elif name.endswith("token_id") and isinstance(value, list):
-            put(config, name, [v if v < VOCAB else next(ids) for v in value])
-        elif isinstance(value, list) and len(value) == layers and layers > LAYERS:
-            put(config, name, value[:LAYERS])
-        elif name == "rope_parameters" and isinstance(value, dict):
-            for part in (value, *(v for v in value.values() if isinstance(v, dict))):
-                if "mrope_section" in part:
-                    part["mrope_section"] = [2, 3, 3]
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            for pattern, rule in _RULES:
-                if re.fullmatch(pattern, name):
-                    put(config, name, rule(value))
-                    break
-    return config
-
-
-def put(config: PreTrainedConfig, name: str, value: Any) -> None:
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        setattr(config, name, value)
-
-
-def build(name: str) -> nn.Module:
-    """A tiny model of the class ``name`` with random weights."""
-    cls = getattr(transformers, name)
-    config = shrink(cls.config_class())
-    torch.manual_seed(0)
-    return cls(config).float().train()
-
-
-# --- inputs ---------------------------------------------------------------------------------------------------
-
-
-def inputs_of(model: nn.Module) -> dict[str, Tensor]:
-    """Tokens, a mask, labels, and what else the forward needs."""
-    g = torch.Generator().manual_seed(1)
-    accepted = inspect.signature(model.forward).parameters
-    ids = torch.randint(10, 900, (BATCH, LENGTH), generator=g)
-    mask = torch.ones_like(ids)
-    labels = ids.clone()
-    labels[:, :3] = -100
-    mask[1, -2:] = 0
-    labels[1, -2:] = -100
-    made = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {key: value for key, value in made.items() if key in accepted or "kwargs" in accepted}
-
-
 # --- one step -------------------------------------------------------------------------------------------------
+
+
+def is_vocabulary(size: Any) -> bool:
+    """Whether it is a vocabulary's size, padded perhaps, or that of several in one: ``VOCAB`` is a prime number."""
+    return isinstance(size, int) and size >= VOCAB and (size % VOCAB == 0 or size < VOCAB + 128)
 
 
 class Products(TorchDispatchMode):
@@ -186,10 +102,14 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm") and out.shape[-1] >= 1000:
-            if any(isinstance(a, Tensor) and a.untyped_storage().data_ptr() in self.parameters for a in args):
-                self.found.append((str(func), caller()))
+        product = func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm")
+        if product and is_vocabulary(out.shape[-1]) and any(self.is_parameter(a) for a in args):
+            self.found.append((str(func), caller()))
         return out
+
+    def is_parameter(self, argument: Any) -> bool:
+        """Whether it is one or a view of one."""
+        return isinstance(argument, Tensor) and argument.untyped_storage().data_ptr() in self.parameters
 
 
 def caller() -> str:
@@ -206,12 +126,16 @@ def relative(where: str | None) -> str:
     return re.sub(r"^.*site-packages/", "", where or "")
 
 
-def step(call: Any, model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """The loss and every parameter's gradient of a training step."""
+def step(call: Any, model: nn.Module, inputs: dict[str, Tensor], spy: Any = None) -> dict[str, Tensor | None]:
+    """The loss and every parameter's gradient of a training step; ``spy`` is on during the forward."""
     torch.manual_seed(2)
-    out = call(**inputs)
-    out.loss.backward()
-    return {"loss": out.loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    with spy or contextlib.nullcontext():
+        out = call(**inputs)
+    loss = out.loss
+    if loss is None:  # the class makes none
+        loss = F.cross_entropy(out.logits.flatten(0, -2), inputs["labels"].flatten())
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
 def doubled(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -225,7 +149,9 @@ def compare(ours: dict[str, Any], eager: dict[str, Any], exact: dict[str, Any]) 
     all gradients together (the gradient of an attention's key bias is zero but for rounding).
     """
     worst, what = 0.0, ""
-    whole = math.sqrt(sum(float(x.double().norm()) ** 2 for name, x in exact.items() if x is not None and name != "loss"))
+    whole = math.sqrt(
+        sum(float(x.double().norm()) ** 2 for name, x in exact.items() if x is not None and name != "loss")
+    )
     for name, truth in exact.items():
         a, e = ours[name], eager[name]
         if (a is None) != (e is None):
@@ -272,12 +198,13 @@ def check(name: str) -> Row:
     try:
         inputs = inputs_of(model)
         spy = Products(models["eager"])
-        with spy:
-            eager = step(models["eager"], models["eager"], inputs)
+        eager = step(models["eager"], models["eager"], inputs, spy)
     except Exception as error:
         return failed("does not run in eager", error)
     try:
         exact = step(models["exact"].double(), models["exact"], doubled(inputs))
+        if not all(x is None or x.isfinite().all() for x in exact.values()):
+            raise ArithmeticError
     except Exception:
         exact = {k: v if v is None else v.double() for k, v in eager.items()}
         row.more = "no float64"
@@ -293,11 +220,11 @@ def check(name: str) -> Row:
             step(torch.compile(models["compiled"], backend="eager"), models["compiled"], inputs)
         except Exception:
             return failed("does not compile", error)
-        return failed("fxfuse fails", error)
+        return failed("fails", error)
     row.breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     report = journal.report(before)
     row.error, what = compare(ours, eager, exact)
-    sites = [s for s in report.sites if isinstance(s.vocab, int) and s.vocab >= 1000]
+    sites = [s for s in report.sites if is_vocabulary(s.vocab)]
     kept = [s for s in sites if s.reason is not None]
     row.pattern = "; ".join(dict.fromkeys(s.pattern for s in sites))
     if row.error > 1:
@@ -310,7 +237,11 @@ def check(name: str) -> Row:
     elif kept:
         reason = kept[0].reason
         assert reason is not None
-        row.verdict, row.note, row.where = "kept", f"{reason.code}: {reason.sentence}", relative(reason.where or kept[0].where)
+        row.verdict, row.note, row.where = (
+            "kept",
+            f"{reason.code}: {reason.sentence}",
+            relative(reason.where or kept[0].where),
+        )
     elif report.reads:
         row.verdict = "read"
         row.note = "; ".join(f"{r.kind} {r.count}×" for r in report.reads)
@@ -318,8 +249,6 @@ def check(name: str) -> Row:
     elif sites:
         row.verdict = "deferred" if any(s.status == "deferred" for s in sites) else "fused"
         row.where = relative(sites[0].where)
-        if len(spy.found) > len(sites):
-            row.note = f"{len(spy.found)} products, {len(sites)} sites: {spy.found}"
     elif spy.found:
         row.verdict, row.note, row.where = "not seen", spy.found[0][0], spy.found[0][1]
     else:
@@ -360,37 +289,100 @@ def run(names: Iterable[str], workers: int = 2) -> Iterator[Row]:
                 yield source.recv()
             except EOFError:
                 process.join()
-                yield Row(name, "fxfuse fails", f"the process ended with {process.exitcode}")
+                yield Row(name, "fails", f"the process ended with status {process.exitcode}")
             process.join()
         for source, (name, process, start) in list(running.items()):
             if time.time() - start > TIME_LIMIT:
                 process.kill()
                 del running[source]
-                yield Row(name, "time is up", f"{TIME_LIMIT} s")
+                yield Row(name, "fails", f"not done after {TIME_LIMIT} s")
+
+
+def totals(rows: Sequence[Row]) -> str:
+    count = Counter(row.verdict for row in rows)
+    good, headed = (sum(count[v] for v in verdicts) for verdicts in (GOOD, HEADED))
+    table = tabulate(
+        [(verdict, count[verdict], says) for verdict, says in VERDICTS.items() if count[verdict]],
+        headers=["", "classes", ""],
+        tablefmt="github",
+    )
+    share = f"{good} of the {headed} classes that run and have a vocabulary head are fused or deferred: "
+    return f"{table}\n\n{share}{good / max(headed, 1):.1%}."
+
+
+def source(where: str) -> str:
+    """The line of code at ``file.py:line`` of a package."""
+    file, _, line = where.rpartition(":")
+    root = Path(transformers.__file__).parents[1]
+    return linecache.getline(str(root / file), int(line)).strip() if file else ""
+
+
+def reasons(rows: Sequence[Row]) -> str:
+    """Why heads are kept or read, the most frequent first."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.verdict in HEADED and row.verdict not in GOOD:
+            groups.setdefault(re.sub(r"[\d×. ]*\d+ ", "", row.note), []).append(row)
+    found = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return tabulate(
+        [(len(group), group[0].verdict, f"`{group[0].note}`", f"`{source(group[0].where)}`") for _, group in found],
+        headers=["classes", "", "reason", "for example"],
+        tablefmt="github",
+    )
+
+
+def document(rows: Sequence[Row]) -> str:
+    """``docs/zoo.md``."""
+    order = list(VERDICTS)
+    rows = sorted(rows, key=lambda row: (order.index(row.verdict), row.name))
+    cells = [
+        (row.name, row.verdict, f"`{row.pattern}`" if row.pattern else "", row.where, row.note.replace("|", "\\|"),
+         row.breaks or "")
+        for row in rows
+    ]  # fmt: skip
+    table = tabulate(cells, headers=["class", "", "pattern", "where", "note", "graph breaks"], tablefmt="github")
+    return f"""# The zoo
+
+Written by `make zoo` (`python tests/zoo.py`): PyTorch {torch.__version__}, transformers {transformers.__version__}.
+
+Every class that transformers' auto-classes map for {", ".join(TASKS)}, built
+tiny ({LAYERS} layers, hidden size {HIDDEN}, vocabulary {VOCAB}) from its own configuration with random weights, and one
+training step of it on the CPU, in float32 and training mode, with every dropout probability 0:
+`out = model(**inputs, labels=labels); out.loss.backward()`, unmodified, in eager and under
+`torch.compile(model, backend="fxfuse", options={{"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}})`. Models that
+take pictures or sound get text alone where they accept that. The loss and every parameter's gradient are compared with
+eager in float64, and may err 1.5 times as much as eager in float32, or what rounding makes.
+
+{totals(rows)}
+
+## Not fused
+
+{reasons(rows)}
+
+## Every class
+
+{table}
+"""
 
 
 def main() -> None:
-    from tqdm import tqdm
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="classes; all by default")
-    parser.add_argument("--json", type=Path, help="where rows are added, a line each")
+    parser.add_argument("names", nargs="*", help="classes; all by default, which writes docs/zoo.md")
+    parser.add_argument("--workers", type=int, default=2, help="processes at a time (default: 2)")
+    parser.add_argument("--json", type=Path, help="where to write what is known of every class")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    names = arguments.names or list(classes())
-    rows = []
-    for row in (bar := tqdm(run(names), total=len(names), smoothing=0)):
+    names, rows = arguments.names or list(classes()), []
+    for row in (bar := tqdm(run(names, arguments.workers), total=len(names), smoothing=0)):
         rows.append(row)
         bar.set_postfix_str(row.name)
-        if arguments.json:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
-        if arguments.names:
-            tqdm.write(str(row))
-    totals = Counter(row.verdict for row in rows)
-    for verdict, count in totals.most_common():
-        print(f"{count:4} {verdict}")
+        if arguments.names or row.verdict in ("not right", "fails"):
+            tqdm.write(f"{row.name}: {row.verdict}. {row.note} {row.where}")
+        if arguments.json:  # every time: the rows so far are of use if the run is stopped
+            arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    print(f"\n{reasons(rows)}\n\n{totals(rows)}")
+    if not arguments.names:
+        (Path(__file__).parents[1] / "docs" / "zoo.md").write_text(document(rows))
 
 
 if __name__ == "__main__":
