@@ -35,13 +35,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers import compiled, dense_reads, new_sites
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from zoo_models import HIDDEN, LAYERS, TASKS, VOCAB, build, classes, inputs_of
-
-from fxfuse.report.records import journal
 
 # Every verdict, in the table's order, with what it says.
 VERDICTS = {
@@ -138,6 +137,10 @@ def step(call: Any, model: nn.Module, inputs: dict[str, Tensor], spy: Any = None
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+def all_finite(values: dict[str, Tensor | None]) -> bool:
+    return all(value is None or bool(value.isfinite().all()) for value in values.values())
+
+
 def doubled(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
 
@@ -146,27 +149,24 @@ def compare(ours: dict[str, Any], eager: dict[str, Any], exact: dict[str, Any]) 
     """The largest error over what is allowed, and what has it.
 
     Allowed are 1.5 times eager's error, and what rounding makes: 2e-6 of a tensor's own norm, 1e-7 of the norm of
-    all gradients together (the gradient of an attention's key bias is zero but for rounding).
+    all gradients together (the gradient of an attention's key bias is zero but for rounding). Eager's are finite.
     """
     worst, what = 0.0, ""
-    whole = math.sqrt(
-        sum(float(x.double().norm()) ** 2 for name, x in exact.items() if x is not None and name != "loss")
-    )
+    gradients = [x for name, x in exact.items() if x is not None and name != "loss"]
+    whole = math.sqrt(sum(float(x.norm()) ** 2 for x in gradients))
     for name, truth in exact.items():
         a, e = ours[name], eager[name]
-        if (a is None) != (e is None):
-            return math.inf, f"{name} has {'no' if a is None else 'a'} gradient, unlike eager's"
-        if e is None or truth is None:
+        if a is None or e is None or truth is None:
+            if (a is None) != (e is None):
+                return math.inf, f"{name} has {'no' if a is None else 'a'} gradient, unlike eager's"
             continue
-        norm = float(truth.double().norm())
-        bound = 2e-6 * norm + (1e-7 * whole if name != "loss" else 0.0)
-        error, theirs = (float((t.double() - truth.double()).norm()) for t in (a, e))
-        if not math.isfinite(theirs):
-            if not torch.equal(a.isnan(), e.isnan()):
-                return math.inf, f"{name}: other NaNs than eager's"
-            continue
-        ratio = error / max(1.5 * theirs, bound, 1e-30)
-        if not ratio <= worst:
+        norm, theirs = float(truth.norm()), float((e - truth).norm())
+        rounding = 2e-6 * norm + (1e-7 * whole if name != "loss" else 0.0)
+        if theirs > 1e-3 * norm and theirs > 10 * rounding:  # float64 took another way: other experts, say
+            truth, theirs = e.double(), 0.0
+        error = float((a - truth).norm())
+        ratio = error / max(1.5 * theirs, rounding, 1e-30) if math.isfinite(error) else math.inf
+        if ratio > worst:
             worst, what = ratio, f"{name}: error {error:.2g}, eager's {theirs:.2g}, norm {norm:.2g}"
     return worst, what
 
@@ -199,21 +199,20 @@ def check(name: str) -> Row:
         inputs = inputs_of(model)
         spy = Products(models["eager"])
         eager = step(models["eager"], models["eager"], inputs, spy)
+        if not all_finite(eager):
+            raise ArithmeticError("the loss or a gradient is not finite")
     except Exception as error:
         return failed("does not run in eager", error)
-    try:
-        exact = step(models["exact"].double(), models["exact"], doubled(inputs))
-        if not all(x is None or x.isfinite().all() for x in exact.values()):
-            raise ArithmeticError
-    except Exception:
-        exact = {k: v if v is None else v.double() for k, v in eager.items()}
-        row.more = "no float64"
+    exact = eager  # where float64 does not do
+    with contextlib.suppress(Exception):
+        found = step(models["exact"].double(), models["exact"], doubled(inputs))
+        exact = found if all_finite(found) else eager
+    exact = {key: None if value is None else value.double() for key, value in exact.items()}
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    before = len(journal)
-    options = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
     try:
-        ours = step(torch.compile(model, backend="fxfuse", options=options), model, inputs)
+        with new_sites() as sites, dense_reads() as reads:
+            ours = step(compiled(model), model, inputs)
     except Exception as error:
         torch._dynamo.reset()
         try:
@@ -222,9 +221,8 @@ def check(name: str) -> Row:
             return failed("does not compile", error)
         return failed("fails", error)
     row.breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    report = journal.report(before)
     row.error, what = compare(ours, eager, exact)
-    sites = [s for s in report.sites if is_vocabulary(s.vocab)]
+    sites = [s for s in sites if is_vocabulary(s.vocab)]
     kept = [s for s in sites if s.reason is not None]
     row.pattern = "; ".join(dict.fromkeys(s.pattern for s in sites))
     if row.error > 1:
@@ -237,15 +235,12 @@ def check(name: str) -> Row:
     elif kept:
         reason = kept[0].reason
         assert reason is not None
-        row.verdict, row.note, row.where = (
-            "kept",
-            f"{reason.code}: {reason.sentence}",
-            relative(reason.where or kept[0].where),
-        )
-    elif report.reads:
-        row.verdict = "read"
-        row.note = "; ".join(f"{r.kind} {r.count}×" for r in report.reads)
-        row.where = relative(report.reads[0].where)
+        row.verdict, row.where = "kept", relative(reason.where or kept[0].where)
+        row.note = f"{reason.code}: {reason.sentence}"
+        if len(kept) < len(sites):
+            row.note += f" ({len(kept)} of {len(sites)} heads)"
+    elif reads:
+        row.verdict, row.note, row.where = "read", f"{len(reads)}×", relative(reads[0])
     elif sites:
         row.verdict = "deferred" if any(s.status == "deferred" for s in sites) else "fused"
         row.where = relative(sites[0].where)
