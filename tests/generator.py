@@ -89,7 +89,7 @@ HIDDEN_STATES = [  # with the labels of their rows
 WEIGHTS = [
     "s.w",
     "s.w * 2",
-    "s.w[:11]",
+    "s.w[:14]",
     "s.w[3:]",
     "F.normalize(s.w, dim=-1)",
     "s.w / s.w.norm(dim=1, keepdim=True)",
@@ -104,7 +104,7 @@ WEIGHTS = [
     "torch.cat([s.w, s.w * 2])",
     "s.w.roll(1, 0)",
 ]
-BIASES = ["s.b", "s.b.detach()", "s.c", "s.b * 2", "s.b[:11]", "s.b[3:]", "s.b.detach().clone()"]
+BIASES = ["s.b", "s.b.detach()", "s.c", "s.b * 2", "s.b[:14]", "s.b[3:]", "s.b.detach().clone()"]
 HEADS = [  # with the class axis, counted from the end
     ("F.linear({x}, {w})", -1),
     ("F.linear({x}, {w}, {b})", -1),
@@ -476,8 +476,8 @@ class Builder:
         number = self._made[stem]
         return stem if number == 1 else f"{stem}{number}"
 
-    def emit(self, *lines: str) -> bool:
-        """Add lines if they run in eager."""
+    def emit(self, *lines: str, accept: Callable[[], bool] = lambda: True) -> bool:
+        """Add lines if they run in eager, and leave what is acceptable."""
         text = "\n".join(lines)
         if self._blocks and self.chance(5):
             head = self.pick(BLOCKS).format(device="s.x.device.type")
@@ -487,7 +487,10 @@ class Builder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 exec(text, self.names)
+            accepted = accept()
         except Exception:
+            accepted = False
+        if not accepted:
             self.names = before
             return False
         self.lines.append(text)
@@ -545,20 +548,15 @@ class Builder:
             shared = beside or any(o is not v and o.labels == v.labels for o in self.values)
             labels = self.fresh("y") if shared else v.labels
             lines.append(f"{labels} = {y}")
-        before = self.names
-        if not self.emit(*lines):
-            return False
         made = replace(v, name=name, labels=labels, axis=v.axis if axis is None else axis, normalised=normalised)
-        if not self._fits(made):
-            self.names = before
-            self.lines.pop()
+        if not self.emit(*lines, accept=lambda: self.fits(made)):
             return False
         if not beside:
             self.values.remove(v)
         self.values.append(made)
         return True
 
-    def _fits(self, v: Value) -> bool:
+    def fits(self, v: Value) -> bool:
         z, y = self.names[v.name], self.names[v.labels]
         if not (isinstance(z, torch.Tensor) and z.is_floating_point() and 0 < z.numel() <= _MOST_ELEMENTS):
             return False
@@ -578,6 +576,8 @@ def head(b: Builder) -> bool:
     lines.append(f"{y} = {b.pick(LABELS)}")
     if rows != "{y}":
         lines.append(f"{y} = {rows.format(y=y)}")
+    if w.startswith("s.w["):
+        lines.append(f"{y} = {y}.clamp(max=13)")
     z = b.fresh("z")
     if x == "s.x" and w == "s.w" and b.chance(2):
         form, axis = b.pick(["s.z", "s.zb"]), -1  # which are deferred at run time
@@ -593,15 +593,13 @@ def head(b: Builder) -> bool:
     x = x.format(y=y)
     fields = {"x": _closed(x), "w": _closed(w), "b": _closed(bias)}
     lines.append(f"{z} = {form.format(**fields)}")
-    before = b.names
-    if not b.emit(*lines):
+
+    def made() -> Value:
+        return Value(z, y, b.names[z].dim() + axis)
+
+    if not b.emit(*lines, accept=lambda: b.fits(made())):
         return False
-    made = Value(z, y, b.names[z].dim() + axis if z in b.names else 0)
-    if z not in b.names or not b._fits(made):
-        b.names = before
-        b.lines.pop()
-        return False
-    b.values.append(made)
+    b.values.append(made())
     b.operands += named
     return True
 
@@ -650,7 +648,8 @@ def rows(b: Builder) -> bool:
 
 def odd_rows(b: Builder) -> bool:
     v = b.value()
-    return b.derive(v, *b.pick(_row_operations(b, v, odd=True)), normalised=v.normalised)
+    found = _row_operations(b, v, odd=True)  # none of a single row
+    return bool(found) and b.derive(v, *b.pick(found), normalised=v.normalised)
 
 
 def _row_operations(b: Builder, v: Value, odd: bool) -> list[tuple[str, str, int]]:
@@ -761,16 +760,10 @@ def _write(templates: list[str]) -> Callable[[Builder], bool]:
 
 def _result(b: Builder, expression: str) -> bool:
     name = b.fresh("r")
-    before = b.names
-    if not b.emit(f"{name} = {expression}"):
-        return False
-    made = b.names.get(name)
-    if not isinstance(made, torch.Tensor) or made.numel() == 0:
-        b.names = before
-        b.lines.pop()
-        return False
-    b.results.append(name)
-    return True
+    done = b.emit(f"{name} = {expression}", accept=lambda: b.names[name].numel() > 0)
+    if done:
+        b.results.append(name)
+    return done
 
 
 def loss(b: Builder) -> bool:
@@ -806,14 +799,7 @@ def post(b: Builder) -> bool:
     if not b.results:
         return False
     r, t = b.pick(b.results[::-1]), b.pick(b.results)
-    before = b.names
-    if not b.emit(b.fill(b.pick(POSTS), b.value(), r=r, t=t)):
-        return False
-    if b.names[r].numel() == 0:
-        b.names = before
-        b.lines.pop()
-        return False
-    return True
+    return b.emit(b.fill(b.pick(POSTS), b.value(), r=r, t=t), accept=lambda: b.names[r].numel() > 0)
 
 
 def graph_break(b: Builder) -> bool:
