@@ -450,7 +450,8 @@ POSTS = [  # of a result {r}; {t} is another
 ]
 BLOCKS = ["with torch.no_grad():", "with torch.enable_grad():", "with torch.autocast({device}, dtype=torch.bfloat16):",
           "with torch.no_grad():", "with torch.set_grad_enabled(True):", "if s.x.shape[0] > 1:"]  # fmt: skip
-BREAKS = ["torch._dynamo.graph_break()", "if bool(({y} >= -100).all()):\n    pass", "{y}.sum().item()"]
+BREAKS = ["torch._dynamo.graph_break()", "torch._dynamo.graph_break()", "if bool(({y} >= -100).all()):\n    pass",
+          "{y}.sum().item()", "{z}.register_hook(lambda g: g * 2)", "{z}.retain_grad()"]  # fmt: skip
 SHOWN = ["{z}", "{z}", "{z}.detach()", "{z}[0]", "{z}.transpose(0, -1)", "{z}.view(-1)", "{z}[..., -1:]", "{z}[:, -1]",
          "{y}", "s.y", "s.x * 2", "{z}.clone()", "{z}.unsqueeze(0)", "{z}.contiguous()"]  # fmt: skip
 
