@@ -281,20 +281,20 @@ WRITES_TO_LABELS = [
     "s.y.add_(1).remainder_(7)",
     "s.y.zero_()",
 ]
-WRITES_TO_OPERANDS = [  # {o} is a variable with hidden states, a weight or a bias
+# {o} is a variable with hidden states, a weight or a bias. Nothing writes to .data of what eager saves for its
+# backward: its gradients are then of a mixture of numbers, which is not to be imitated.
+WRITES_TO_OPERANDS = [
     "{o}.mul_(2)",
     "{o} *= 2",
     "{o}[0] = 0",
     "{o}[..., 0] += 1",
     "{o}.detach().mul_(2)",
-    "{o}.data.add_(1)",
     "{o}.copy_({o} * 3)",
     "s.c.mul_(2)",
     "s.c[0] = 0.5",
     "s.b.detach().add_(1)",
     "s.w.detach().mul_(0.5)",
     "s.x.detach()[0].zero_()",
-    "s.x.data.mul_(2)",
     "s.w.data = s.w.data * 2",
     "with torch.no_grad():\n    s.w.mul_(2)",
     "with torch.no_grad():\n    s.b -= 0.5",
