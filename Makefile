@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check zoo format clean
+.PHONY: help venv demo test check fuzz zoo format clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -35,6 +35,8 @@ check: $(READY)  ## formatting, lint, types and the fast tests
 
 zoo: $(READY)  ## run every language model of transformers under fxfuse, and write docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo.py
+fuzz: $(READY)  ## compare FUZZ_EXAMPLES random programs (2000), new ones each time, with eager
+	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-2000} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/test_generated.py
 
 format: $(READY)  ## format the code and fix what the linter can
 	$(BIN)/ruff format .
