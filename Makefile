@@ -35,6 +35,7 @@ check: $(READY)  ## formatting, lint, types and the fast tests
 
 zoo: $(READY)  ## run every language model of transformers under fxfuse, and write docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo.py
+
 fuzz: $(READY)  ## compare FUZZ_EXAMPLES random programs (2000), new ones each time, with eager
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-2000} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/test_generated.py
 
