@@ -28,6 +28,7 @@ from tqdm import tqdm
 import fxfuse
 from fxfuse.deferred import DeferredLogits
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 SETTINGS = (
@@ -148,7 +149,7 @@ class Tally:
 def check(program: Program, dynamic: bool, memory: int, tally: Tally) -> None:
     """Raise if fxfuse does to ``program`` what its caller can see."""
     try:
-        expected = see(program.function(), World.make())
+        expected = see(program.function(), World.make(device=DEVICE))
     except Exception as error:
         tally.rejected[f"eager {type(error).__name__}"] += 1
         raise Rejected from error
@@ -165,13 +166,14 @@ def check(program: Program, dynamic: bool, memory: int, tally: Tally) -> None:
     before = len(fxfuse.sites())
     try:
         compare(
-            compile_with("fxfuse", program, dynamic, inner="eager", min_logits_bytes=0, memory=memory), World.make()
+            compile_with("fxfuse", program, dynamic, inner="eager", min_logits_bytes=0, memory=memory),
+            World.make(device=DEVICE),
         )
     except fxfuse.FxfuseError as error:
         tally.rejected[type(error).__name__] += 1  # it says what it cannot do rather than be wrong
     except Exception:
         with _ours_alone(tally):
-            compare(compile_with("eager", program, dynamic), World.make())
+            compare(compile_with("eager", program, dynamic), World.make(device=DEVICE))
         raise
     finally:
         sites = fxfuse.sites()[before:]
@@ -183,7 +185,7 @@ def check(program: Program, dynamic: bool, memory: int, tally: Tally) -> None:
     if "s.z" in text:
         with dense_reads() as reads:
             try:
-                actual = see(program.function(), DeferredWorld.make())
+                actual = see(program.function(), DeferredWorld.make(device=DEVICE))
             except fxfuse.FxfuseError as error:
                 tally.at_run_time[type(error).__name__] += 1
                 return

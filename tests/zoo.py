@@ -181,7 +181,7 @@ def origin(error: BaseException) -> str:
     return relative(f"{frames[-1].filename}:{frames[-1].lineno}") if frames else ""
 
 
-def check(name: str) -> Row:
+def check(name: str, device: str = "cpu") -> Row:
     """Build, run and compare one class."""
     row = Row(name)
 
@@ -191,12 +191,12 @@ def check(name: str) -> Row:
         return row
 
     try:
-        model = build(name)
+        model = build(name).to(device)
     except Exception as error:
         return failed("not buildable", error)
     models = {key: copy.deepcopy(model) for key in ("eager", "exact", "compiled")}
     try:
-        inputs = inputs_of(model)
+        inputs = {key: value.to(device) for key, value in inputs_of(model).items()}
         spy = Products(models["eager"])
         eager = step(models["eager"], models["eager"], inputs, spy)
         if not all_finite(eager):
@@ -254,19 +254,20 @@ def check(name: str) -> Row:
 # --- all of them ----------------------------------------------------------------------------------------------
 
 
-def work(name: str, sink: Any) -> None:
+def work(name: str, device: str, sink: Any) -> None:
     """``check`` in a process of its own."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+    if device == "cpu":  # CUDA maps far more than it takes
+        resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
     start = time.time()
-    row = check(name)
+    row = check(name, device)
     row.seconds = time.time() - start
     sink.send(row)
 
 
-def run(names: Iterable[str], workers: int = 2) -> Iterator[Row]:
+def run(names: Iterable[str], workers: int = 2, device: str = "cpu") -> Iterator[Row]:
     """A row for each name, as they come. Every class has a process of its own."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(names)[::-1], {}
@@ -274,7 +275,7 @@ def run(names: Iterable[str], workers: int = 2) -> Iterator[Row]:
         while waiting and len(running) < workers:
             name = waiting.pop()
             source, sink = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(name, sink), daemon=True)
+            process = context.Process(target=work, args=(name, device, sink), daemon=True)
             process.start()
             sink.close()
             running[source] = (name, process, time.time())
@@ -366,11 +367,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="classes; all by default, which writes docs/zoo.md")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time (default: 2)")
+    parser.add_argument("--device", default="cpu", help="another than the CPU is printed, not written")
     parser.add_argument("--json", type=Path, help="where to write what is known of every class")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     names, rows = arguments.names or list(classes()), []
-    for row in (bar := tqdm(run(names, arguments.workers), total=len(names), smoothing=0)):
+    for row in (bar := tqdm(run(names, arguments.workers, arguments.device), total=len(names), smoothing=0)):
         rows.append(row)
         bar.set_postfix_str(row.name)
         if arguments.names or row.verdict in ("not right", "fails"):
@@ -378,7 +380,7 @@ def main() -> None:
         if arguments.json:  # every time: the rows so far are of use if the run is stopped
             arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print(f"\n{reasons(rows)}\n\n{totals(rows)}")
-    if not arguments.names:
+    if not arguments.names and arguments.device == "cpu":
         (Path(__file__).parents[1] / "docs" / "zoo.md").write_text(document(rows))
 
 
