@@ -260,11 +260,13 @@ class Analysis:
         views = [known for known in self._values if storages(known) & storages(target)]
         by_numbers = not any(isinstance(example_of(arg), Tensor) for arg in node.args[1:])
         become: dict[Node, Any] = {}
-        whole = self._values[target]
+        whole: Any = self._values[target]
         for view in views:
             value = self._values[view]
             if not isinstance(value, ClassTensor) or not (by_numbers or self._alike(value, whole)):
                 call.keep("mutated", f"{call.name}, through a view,")
+            if value.requires_grad != whole.requires_grad:  # the values of one change, but not its gradients
+                call.keep("mutated", f"{call.name}, through a detached view,")
             args = (value, *self._fill(node.args[1:]))
             viewed = self._call(node, example_of(view))
             ((become[view], _),) = outcomes_of(viewed, IN_PLACE[_key(node)](viewed, args, node.kwargs))

@@ -498,7 +498,13 @@ class _Projection(torch.autograd.Function):
 
 
 def defer(
-    value: Logits, site: Site, least: int, memory: int, layout: Layout | None = None, exposed: bool = False
+    value: Logits,
+    site: Site,
+    least: int,
+    memory: int,
+    layout: Layout | None = None,
+    exposed: bool = False,
+    bypassed: bool = False,
 ) -> Tensor:
     """The logits that ``value`` describes, whose operands are tensors; computed when they are read.
 
@@ -509,6 +515,7 @@ def defer(
         memory: the option ``fxfuse.memory``.
         layout: strides and offset of what eager returns; None if it is contiguous.
         exposed: whether others have the hidden states and may write to them, so that they must be copied.
+        bypassed: whether gradients went past them already.
     """
     head = value.head
     with torch.set_grad_enabled(value.requires_grad):  # as in the graph, whatever the caller's mode
@@ -516,7 +523,9 @@ def defer(
         if small or compat.transform_active() or compat.forward_ad_active():
             return dense(value)
         operands = Operands(head, exposed, lambda size: journal.note("copied", site, caller(), size))
-        made = _Projection.apply(head.input, head.weight, head.bias, value, layout, Origin(site, operands, memory))
+        made = _Projection.apply(
+            head.input, head.weight, head.bias, value, layout, Origin(site, operands, memory, bypassed=bypassed)
+        )
     with torch._C.DisableTorchFunctionSubclass():
         _describe(made, replace(value, requires_grad=made.requires_grad))
     return made

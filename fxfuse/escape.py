@@ -89,6 +89,7 @@ class Escape:
         layout: strides and offset of what eager returns; None if it is contiguous.
         exposed: whether something else has the memory of the hidden states: the caller, or another output.
         views: positions of views of the logits, and how each is made.
+        bypassed: whether the graph reads them too, so that not all of their gradient passes through what is returned.
     """
 
     positions: tuple[int, ...]
@@ -99,6 +100,7 @@ class Escape:
     layout: Layout | None
     exposed: bool
     views: tuple[tuple[tuple[int, ...], Chain], ...]
+    bypassed: bool
 
 
 def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Timeline) -> str:
@@ -109,6 +111,9 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
         return "normalised"
     if value.class_dim != len(value.shape) - 1:
         return "with the vocabulary not last"
+    nodes = [escaped.node, *(node for node, _ in escaped.views)]
+    if any(node.meta["example_value"].requires_grad != value.requires_grad for node in nodes):
+        return "as a view that was made under no_grad"
     others = {node for node in output.all_input_nodes if node not in escaped.nodes()}
     if any(storages(node) & storages(escaped.node) for node in others):
         return "beside a view of them"
@@ -126,7 +131,7 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     rows = 1
     for size in value.shape[:-1]:
         rows *= compat.hint(size)
-    made = any(op.name != "take" for op in value.class_ops)
+    made = any(op.name in ("scale", "fill") for op in value.class_ops)
     if (made or not _is_given(head.weight)) and compat.hint(head.hidden) > rows:
         return "fewer than the weight, which is computed in the graph"
     return ""
@@ -156,8 +161,8 @@ def _is_given(node: Node) -> bool:
     return any(storages(node) & storages(argument) for argument in given)
 
 
-def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
-    """Return the operands of ``escaped`` from the graph instead of it."""
+def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool) -> Escape:
+    """Return the operands of ``escaped`` from the graph instead of it; ``bypassed`` as in ``Escape``."""
     value, head = escaped.value, escaped.value.head
     arguments = [node for node in output.graph.nodes if node.op == "placeholder"]
     (results,) = output.args
@@ -190,7 +195,7 @@ def send_out(escaped: Escaped, emit: Emit, output: Node) -> Escape:
     transposed = head.weight_transposed and not value.class_ops
     bare = replace(head, input=None, weight=None, bias=None, vocab=value.vocab, weight_transposed=transposed)
     logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
-    return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed, views)
+    return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed, views, bypassed)
 
 
 def restored(
@@ -221,7 +226,7 @@ def restored(
             if compat.is_fake(input):
                 made.append(dense(value))
             else:
-                made.append(defer(value, site, least, memory, escape.layout, escape.exposed))
+                made.append(defer(value, site, least, memory, escape.layout, escape.exposed, escape.bypassed))
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:
                 results[i] = logits

@@ -297,10 +297,12 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
                 variants.setdefault(candidate, []).append(variant)
         for candidate in candidates:
             if candidate.kept is None:
+                several = len(candidate.escaped) > 1
+                read = any(reader.source.requires_grad for _, reader in candidate.readers)
                 for escaped in candidate.escaped:
                     # Where eager made them: in the same mode, before anything else happens.
                     emit = _GraphEmit(graph, escaped.made.next, escaped.made, made)
-                    sent.setdefault(candidate, []).append(send_out(escaped, emit, output))
+                    sent.setdefault(candidate, []).append(send_out(escaped, emit, output, read or several))
         for old, new in swaps:
             old.replace_all_uses_with(new)
         graph.lint()

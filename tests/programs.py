@@ -509,6 +509,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
         torch.log(_rows(torch.softmax(s.z, -1), s.y)) + _rows(s.z.softmax(-1).log(), s.y)
     ),
     "entropies": _entropies,
+    "mean_of_one_class": lambda s: -s.z[..., -1:].mean(),
     "metrics_of_all": lambda s: (lambda z: (z.mean(), z.detach().sum(), (z.softmax(-1) * z).sum(), ce(z, s.y)))(s.zb),
     "largest": _largest,
     "accuracy_beside": _accuracy_beside,
@@ -579,6 +580,12 @@ def _no_grad_view_then_write(s: World) -> Any:
         loss = ce(z, s.y)
     z.neg_()
     return loss, z.logsumexp(-1)
+
+
+def _detached_view_written(s: World) -> Any:
+    z = s.z
+    z.detach().mul_(2)
+    return F.cross_entropy(z.view(-1, VOCAB), s.y.view(-1))
 
 
 def _mutated_rows(s: World) -> Any:
@@ -860,6 +867,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "many_columns": ("unsupported_argument", lambda s: s.z.gather(-1, s.y[..., None].expand(-1, -1, 100))),
     "mutated_in_another_mode": ("mutated", _mutated_in_another_mode),
     "no_grad_view_then_write": ("mutated", _no_grad_view_then_write),
+    "detached_view_written": ("mutated", _detached_view_written),
     "mutated_rows": ("mutated", _mutated_rows),
     "mutated_by_rows_through_a_view": ("mutated", _mutated_by_rows_through_a_view),
     "temperature_mutated": ("operand_mutated", _temperature_mutated),

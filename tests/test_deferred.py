@@ -120,7 +120,7 @@ FUSED: dict[str, Program] = {
     "iteration": lambda z, s: len(list(z)),
     "boolean_mask": lambda z, s: F.cross_entropy(z[s.y > 3], s.y[s.y > 3]),
     "boolean_mask_of_one_axis": lambda z, s: ce(z[:, s.y[0] > 3][0], s.y[0, s.y[0] > 3]),
-    "entries": lambda z, s: z[torch.arange(BATCH)[:, None], torch.arange(TIME), s.y.cpu()],
+    "entries": lambda z, s: z[s.y[:, :1] * 0, s.y % TIME, s.y],
     "parameter_as_temperature": lambda z, s: ce(z / s.b[1].exp(), s.y) + F.cross_entropy((z[..., :5] * 2).mT, s.y % 5),
     "temperature_written_after": _temperature_written_after,
     "scores_after_a_masked_loss": _scores_after_a_masked_loss,
@@ -508,6 +508,18 @@ def test_a_hook_after_a_fused_loss_is_refused(device: str) -> None:
         loss = ce(z, s.y)
         with pytest.raises(fxfuse.FxfuseError, match=r"before the loss.*fxfuse\.defer_logits"):
             late(z, loss)
+
+
+def test_a_hook_after_a_loss_that_the_graph_fused_is_refused() -> None:
+    torch._dynamo.reset()
+    loss, z = compiled(lambda s: (lambda z: (ce(z, s.y), z))(s.z))(World.make())
+    with pytest.raises(fxfuse.FxfuseError, match=r"fxfuse\.defer_logits"):
+        z.retain_grad()
+    loss.backward()
+    torch._dynamo.reset()
+    z, _ = compiled(lambda s: (lambda z: (z, -z))(s.z))(World.make())
+    with pytest.raises(fxfuse.FxfuseError, match=r"fxfuse\.defer_logits"):
+        z.register_hook(print)
 
 
 def test_a_hook_on_a_leaf_that_no_fused_loss_has_read(device: str) -> None:

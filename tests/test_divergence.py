@@ -203,7 +203,7 @@ def test_huge_logits(device: str, dtype: torch.dtype) -> None:
     actual = value_and_grads(small(ops.linear_divergence), *operands)
     # Gradients of the hidden states are what is left of sums of 8192 times numbers that add up to zero, some roundings
     # of which are luck; and in float64 eager is its own judge.
-    luck = {torch.float64: 1e-10, torch.float32: 4e-3}.get(dtype)
+    luck = {torch.float64: 1e-10, torch.float32: 2e-2}.get(dtype)
     assert_no_worse_than_eager(actual, value_and_grads(small(plain_eager), *operands), exact, luck)
 
 

@@ -239,6 +239,20 @@ def test_a_tensor_subclass_is_left_alone() -> None:
     assert [site.reason.code for site in sites if site.reason] == ["subclass"]
 
 
+def test_a_view_under_no_grad_claims_what_its_base_does() -> None:
+    def program(s: World) -> Any:
+        z = s.z
+        with torch.no_grad():
+            last = z[:, -1:]
+        return last, s.x * 2
+
+    with new_sites() as sites:
+        actual, _ = compiled(program)(World.make())
+    expected, _ = program(World.make())
+    assert (actual.requires_grad, actual.is_leaf) == (expected.requires_grad, expected.is_leaf) == (True, True)
+    assert [site.reason.code for site in sites if site.reason] == ["returned"]
+
+
 def test_inference_mode() -> None:
     world = World.make()
     step = compiled(lambda s: (ce(s.z, s.y), s.z.log_softmax(-1).gather(-1, s.y[..., None])))

@@ -37,16 +37,17 @@ def logsumexp(call: Call, input: Any, dim: Any, keepdim: Any = False) -> Reader:
 
 @rule(torch.sum, "sum", reads="scores")
 def sum(call: Call, input: Any, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> Reader:
-    return _total(call, input, dim, keepdim, 1.0)
+    return _total(call, input, dim, keepdim, mean=False)
 
 
 @rule(torch.mean, "mean", reads="scores")
 def mean(call: Call, input: Any, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> Reader:
-    return _total(call, input, dim, keepdim, 1.0 / input.vocab)
+    return _total(call, input, dim, keepdim, mean=True)
 
 
-def _total(call: Call, input: Any, dim: Any, keepdim: Any, share: float) -> Reader:
-    """The sum over the vocabulary, times ``share``; without a dimension, the sum or the mean of that over the rows."""
+def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader:
+    """The sum or the mean over the vocabulary; without a dimension, over all rows too."""
+    share = 1.0 / input.vocab if mean else 1.0
     if dim is not None:
         along_classes(call, input, dim)
     converted(call, input, call.out.dtype)
@@ -70,7 +71,7 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, share: float) -> Read
         return times(emit, of_row, share * input.factor)
 
     def of_all(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
-        return emit(torch.sum if share == 1.0 else torch.mean, total(emit, stats))
+        return emit(torch.mean if mean else torch.sum, total(emit, stats))
 
     weighed = kind in (WeighedLogits, WeighedLogProbs)
     return Reader(
