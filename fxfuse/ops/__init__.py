@@ -6,7 +6,7 @@ known beforehand: its gradients are made in the forward pass, where the exponent
 in the backward.  ``linear_loss_exponentials`` is the same but keeps the exponentials and makes the gradients in the
 backward: for few rows on some GPUs, where ``cuda.keeps_exponentials`` says so, and nowhere else.  ``memory``
 bounds the buffers of its backward, in bytes; 0 leaves them to the implementation. ``check_index``
-validates class indices the way ``nll_loss`` and ``gather`` do.
+validates class indices the way ``nll_loss`` and ``gather`` do.  ``softmax`` and ``divergence`` have ops of their own.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
-from ..compat import forward_ad_active
 from ..kernels.tiles import padded, row_block
 from . import chunked, cuda
 from .contract import acc_dtype, stash_dtype
-
-_lib = torch.library.Library("fxfuse", "DEF")
+from .divergence import linear_divergence as linear_divergence
+from .library import NEEDS, backward_fake, gradients_fake, guarded, lib, refuse_second_order
+from .softmax import linear_softmax as linear_softmax
 
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias, Tensor index, Tensor? class_weight, float scale"
-_NEEDS = "bool need_input, bool need_weight, bool need_bias"
 
 for _schema in (
     "check_index(Tensor index, SymInt vocab, int? ignore_index) -> Tensor",
@@ -34,16 +32,16 @@ for _schema in (
     " bool want_top=False, str transform='', int memory=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
-    f" Tensor? g_class_sum, {_NEEDS}, *, Tensor? entropy=None, Tensor? g_entropy=None, str transform='',"
+    f" Tensor? g_class_sum, {NEEDS}, *, Tensor? entropy=None, Tensor? g_entropy=None, str transform='',"
     " int memory=0) -> (Tensor, Tensor, Tensor)",
-    f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {_NEEDS},"
+    f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {NEEDS},"
     " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
     f"linear_loss_exponentials({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, *,"
     " str transform='') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_loss_exponentials_backward({_OPERANDS}, Tensor? c_class_sum, Tensor g, Tensor e, Tensor gathered,"
-    f" Tensor factor, Tensor own, Tensor order, Tensor length, Tensor row_sum, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
+    f" Tensor factor, Tensor own, Tensor order, Tensor length, Tensor row_sum, {NEEDS}) -> (Tensor, Tensor, Tensor)",
 ):
-    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 check_index = torch.ops.fxfuse.check_index.default
 linear_stats = torch.ops.fxfuse.linear_stats.default
@@ -56,30 +54,11 @@ linear_loss_exponentials_backward = torch.ops.fxfuse.linear_loss_exponentials_ba
 # --- which code runs where ------------------------------------------------------------------------------------
 
 
-def _guarded(op: str, device: str, implementation: Any) -> Any:
-    """``implementation`` out of reach of what surrounds a call of the op.
-
-    It computes in the dtypes that it was given, so ambient autocast must not reach the products inside it. A tangent
-    of forward-mode differentiation would be dropped without a word: refuse it.
-    """
-
-    def run(*args: Any, **options: Any) -> Any:
-        given = (*args, *options.values())
-        if forward_ad_active() and any(isinstance(a, Tensor) and unpack_dual(a).tangent is not None for a in given):
-            raise errors.no_forward_mode(op)
-        if not torch.is_autocast_enabled(device):
-            return implementation(*args, **options)
-        with torch.autocast(device, enabled=False):
-            return implementation(*args, **options)
-
-    return run
-
-
 for _name in ("linear_stats", "linear_stats_backward", "linear_loss"):
-    _lib.impl(_name, _guarded(_name, "cpu", getattr(chunked, _name)), "CPU")
-    _lib.impl(_name, _guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
+    lib.impl(_name, guarded(_name, "cpu", getattr(chunked, _name)), "CPU")
+    lib.impl(_name, guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
 for _name in ("linear_loss_exponentials", "linear_loss_exponentials_backward"):
-    _lib.impl(_name, _guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
+    lib.impl(_name, guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
 
 
 def _is_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
@@ -109,19 +88,19 @@ def _check_index_cuda(index: Tensor, vocab: int, ignore_index: int | None) -> Te
     return clean
 
 
-_lib.impl("check_index", _check_index_cpu, "CPU")
-_lib.impl("check_index", _check_index_cuda, "CUDA")
+lib.impl("check_index", _check_index_cpu, "CPU")
+lib.impl("check_index", _check_index_cuda, "CUDA")
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("fxfuse::check_index", lib=_lib)
+@torch.library.register_fake("fxfuse::check_index", lib=lib)
 def _check_index_fake(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
     return torch.empty_like(index, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("fxfuse::linear_stats", lib=_lib)
+@torch.library.register_fake("fxfuse::linear_stats", lib=lib)
 def _linear_stats_fake(
     input: Tensor,
     weight: Tensor,
@@ -138,32 +117,17 @@ def _linear_stats_fake(
     return *(input.new_empty(shape, dtype=acc) for shape in shapes), input.new_empty(top, dtype=torch.int64)
 
 
-def _gradients_fake(
-    input: Tensor, weight: Tensor, needs: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, ...]
-) -> tuple[Tensor, ...]:
-    shapes = (tuple(input.shape), tuple(weight.shape), (weight.shape[0],))
-    return tuple(
-        input.new_empty(shape if need else (0,), dtype=dtype)
-        for shape, need, dtype in zip(shapes, needs, dtypes, strict=True)
-    )
-
-
-def _backward_fake(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
-    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    return _gradients_fake(input, weight, rest[-3:], dtypes)
-
-
 for _name in ("linear_stats_backward", "linear_loss_exponentials_backward"):
-    torch.library.register_fake(f"fxfuse::{_name}", _backward_fake, lib=_lib)
+    torch.library.register_fake(f"fxfuse::{_name}", backward_fake, lib=lib)
 
 
-@torch.library.register_fake("fxfuse::linear_loss", lib=_lib)
+@torch.library.register_fake("fxfuse::linear_loss", lib=lib)
 def _linear_loss_fake(input: Tensor, weight: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
     loss = input.new_empty((), dtype=acc_dtype(input.dtype))
-    return loss, *_gradients_fake(input, weight, rest[-3:], (stash_dtype(input.dtype),) * 3)
+    return loss, *gradients_fake(input, weight, rest[-3:], (stash_dtype(input.dtype),) * 3)
 
 
-@torch.library.register_fake("fxfuse::linear_loss_exponentials", lib=_lib)
+@torch.library.register_fake("fxfuse::linear_loss_exponentials", lib=lib)
 def _linear_loss_exponentials_fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *rest: Any, **_: Any
 ) -> tuple[Tensor, ...]:
@@ -184,12 +148,6 @@ def _refuse_differentiable(ctx: Any, constants: dict[int, str], op: str) -> None
     for position, name in constants.items():
         if ctx.needs_input_grad[position]:
             raise errors.not_differentiable(op, name)
-
-
-def _refuse_second_order(op: str) -> None:
-    # Grad mode is on inside a backward formula only under create_graph=True.
-    if torch.is_grad_enabled():
-        raise errors.no_double_backward(op)
 
 
 def _stats_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -214,7 +172,7 @@ def _stats_backward(
     g_top: Tensor | None,
     g_argmax: None,
 ) -> tuple[Any, ...]:
-    _refuse_second_order("linear_stats")
+    refuse_second_order("linear_stats")
     input, weight, bias, index, class_weight, lse, residual, entropy, argmax = ctx.saved_tensors
     nothing = (None,) * 5
     g_class_sum = g_class_sum if ctx.want_class_sum else None
@@ -253,7 +211,7 @@ def _loss_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str
 
 
 def _loss_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    _refuse_second_order("linear_loss")
+    refuse_second_order("linear_loss")
     if g is None:
         return (None,) * 12
     # Out of place: the saved gradients must survive for a second backward through a retained graph.
@@ -276,7 +234,7 @@ def _exponentials_setup(
 
 
 def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    _refuse_second_order("linear_loss_exponentials")
+    refuse_second_order("linear_loss_exponentials")
     nothing = (None,) * 6
     if g is None:
         return None, None, None, *nothing
@@ -286,8 +244,8 @@ def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ..
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
 
 
-torch.library.register_autograd("fxfuse::linear_stats", _stats_backward, setup_context=_stats_setup, lib=_lib)
-torch.library.register_autograd("fxfuse::linear_loss", _loss_backward, setup_context=_loss_setup, lib=_lib)
+torch.library.register_autograd("fxfuse::linear_stats", _stats_backward, setup_context=_stats_setup, lib=lib)
+torch.library.register_autograd("fxfuse::linear_loss", _loss_backward, setup_context=_loss_setup, lib=lib)
 torch.library.register_autograd(
-    "fxfuse::linear_loss_exponentials", _exponentials_backward, setup_context=_exponentials_setup, lib=_lib
+    "fxfuse::linear_loss_exponentials", _exponentials_backward, setup_context=_exponentials_setup, lib=lib
 )

@@ -25,7 +25,7 @@ MIN_CHUNK_ROWS = 16
 CAST_ELEMENTS = 4 << 20
 
 
-class _Head(NamedTuple):
+class Head(NamedTuple):
     """The projection, read in the accumulation dtype without a full converted copy of the weight."""
 
     weight: Tensor
@@ -35,7 +35,7 @@ class _Head(NamedTuple):
     acc: torch.dtype
 
     @classmethod
-    def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str) -> _Head:
+    def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str) -> Head:
         acc = acc_dtype(input.dtype)
         return cls(weight, None if bias is None else bias.to(acc), scale, decode(transform), acc)
 
@@ -61,6 +61,14 @@ class _Head(NamedTuple):
         if want_slope:
             return apply_with_slope(self.transform, out)
         return apply(self.transform, out), None
+
+
+def row_slices(rows: int, row_bytes: int, memory: int) -> list[slice]:
+    """Equal chunks of rows, each of which takes at most ``memory`` bytes or ``CHUNK_BYTES``; none where N is 0."""
+    step = max(MIN_CHUNK_ROWS, min(CHUNK_BYTES, memory or CHUNK_BYTES) // max(1, row_bytes))
+    # A short last one would waste a product.
+    step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 class _RowStats(NamedTuple):
@@ -137,10 +145,10 @@ def _to_gradient(p: _Softmax, slope: Tensor | None, index: Tensor, class_weight:
     return e if slope is None else e.mul_(slope)
 
 
-class _Gradients:
+class Gradients:
     """Sums of the gradients over chunks, in the accumulation dtype."""
 
-    def __init__(self, rows: int, head: _Head, need_input: bool, need_weight: bool, need_bias: bool) -> None:
+    def __init__(self, rows: int, head: Head, need_input: bool, need_weight: bool, need_bias: bool) -> None:
         self.head = head
         vocab, hidden = head.weight.shape
         stash = stash_dtype(head.weight.dtype)
@@ -164,6 +172,11 @@ class _Gradients:
         if self.need_bias:
             self.bias += dz.sum(0)
 
+    def like(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums in the dtypes of the operands."""
+        bias_dtype = weight.dtype if bias is None else bias.dtype
+        return self.input.to(input.dtype), self.weight.to(weight.dtype), self.bias.to(bias_dtype)
+
 
 @dataclass(frozen=True)
 class _Chunk:
@@ -175,7 +188,7 @@ class _Chunk:
 
 
 def _chunks(
-    head: _Head, input: Tensor, index: Tensor, wanted: Tensor | None, want_slope: bool, memory: int, buffers: int
+    head: Head, input: Tensor, index: Tensor, wanted: Tensor | None, want_slope: bool, memory: int, buffers: int
 ) -> Iterator[_Chunk]:
     """The logits of the ``wanted`` rows (a [N] mask; None for all), chunk by chunk: so many that ``buffers`` fit.
 
@@ -186,13 +199,9 @@ def _chunks(
         active = wanted.nonzero()[:, 0]
         input, index = input[active], index[active]
     rows, vocab = input.shape[0], head.weight.shape[0]
-    most = min(CHUNK_BYTES, memory or CHUNK_BYTES) // buffers
-    step = max(MIN_CHUNK_ROWS, most // max(1, vocab * head.acc.itemsize))
-    # Equal chunks: a short last one would waste a product.
-    step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
-    buffer = input.new_empty((min(step, rows), vocab), dtype=head.acc)
-    for start in range(0, rows, step):
-        here = slice(start, min(start + step, rows))
+    slices = row_slices(rows, buffers * vocab * head.acc.itemsize, memory)
+    buffer = input.new_empty((slices[0].stop if slices else 0, vocab), dtype=head.acc)
+    for here in slices:
         part = input[here].to(head.acc)
         z, slope = head.logits(part, buffer[: part.shape[0]], want_slope)
         yield _Chunk(here if active is None else active[here], part, index[here], z, slope)
@@ -213,7 +222,7 @@ def linear_stats(
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, ...]:
-    head = _Head.of(input, weight, bias, scale, transform)
+    head = Head.of(input, weight, bias, scale, transform)
     rows = input.shape[0]
     c = None if class_weight is None else class_weight.to(head.acc)
     lse = input.new_zeros((rows,), dtype=head.acc)
@@ -263,7 +272,7 @@ def linear_loss(
     # log_prob is picked - lse, so its coefficient counts for both.
     up = Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
     wanted = up.nonzero()
-    head = _Head.of(input, weight, bias, scale, transform)
+    head = Head.of(input, weight, bias, scale, transform)
     loss = c_lse.new_zeros(())
 
     def add_loss(at: Tensor | slice, stats: _RowStats) -> None:
@@ -271,7 +280,7 @@ def linear_loss(
         if c_class_sum is not None and stats.class_sum is not None:
             loss.add_(weighted(c_class_sum[at], stats.class_sum))
 
-    grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
+    grads = Gradients(input.shape[0], head, need_input, need_weight, need_bias)
     _sweep(head, input, index, class_weight, up, wanted, grads, add_loss)
     stash = stash_dtype(input.dtype)
     return loss, grads.input, grads.weight.to(stash), grads.bias.to(stash)
@@ -299,21 +308,20 @@ def linear_stats_backward(
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     up = Upstream(g_lse, g_picked, g_class_sum, g_entropy)
-    head = _Head.of(input, weight, bias, scale, transform)
-    grads = _Gradients(input.shape[0], head, need_input, need_weight, need_bias)
+    head = Head.of(input, weight, bias, scale, transform)
+    grads = Gradients(input.shape[0], head, need_input, need_weight, need_bias)
     _sweep(head, input, index, class_weight, up, up.nonzero(), grads, None, memory)
-    bias_dtype = weight.dtype if bias is None else bias.dtype
-    return grads.input.to(input.dtype), grads.weight.to(weight.dtype), grads.bias.to(bias_dtype)
+    return grads.like(input, weight, bias)
 
 
 def _sweep(
-    head: _Head,
+    head: Head,
     input: Tensor,
     index: Tensor,
     class_weight: Tensor | None,
     up: Upstream,
     wanted: Tensor,
-    grads: _Gradients,
+    grads: Gradients,
     see: Callable[[Tensor | slice, _RowStats], None] | None,
     memory: int = 0,
 ) -> None:

@@ -154,3 +154,40 @@ def linear_loss(
         transform=transform,
     )
     return loss, *grads
+
+
+def linear_softmax(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    log: bool,
+    dtype: torch.dtype,
+    *,
+    transform: str = "",
+) -> Tensor:
+    z, _ = logits(input, weight, bias, scale, transform)
+    return (z.log_softmax(1) if log else z.softmax(1)).to(dtype)
+
+
+def linear_divergence(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    teacher_scale: float,
+    *,
+    transform: str = "",
+    teacher_transform: str = "",
+) -> tuple[Tensor, ...]:
+    z, _ = logits(input, weight, bias, scale, transform)
+    y, _ = logits(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
+    log_q, log_p = z.log_softmax(1), y.log_softmax(1)
+    p, zero = log_p.exp(), z.new_zeros(())
+    kl = torch.where(p == 0, zero, p * (log_p - log_q)).sum(1)
+    cross_entropy = -torch.where(p == 0, zero, p * log_q).sum(1)
+    lse, teacher_lse = z.logsumexp(1), y.logsumexp(1)
+    return kl, cross_entropy, lse, torch.zeros_like(lse), teacher_lse, torch.zeros_like(lse)

@@ -1,0 +1,480 @@
+"""``torch.ops.fxfuse.linear_divergence`` against eager and its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    DTYPE_IDS,
+    DTYPES,
+    FLOORS,
+    SHAPES,
+    LargestTensor,
+    assert_no_worse_than_eager,
+    doubled,
+    floor,
+    problem,
+    relative_error,
+    upstream,
+    value_and_grads,
+)
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.library import opcheck
+
+from fxfuse import FxfuseError, ops
+from fxfuse.ops import chunked, divergence, reference
+from fxfuse.ops.contract import acc_dtype
+
+inf, nan = float("inf"), float("nan")
+SOFTCAPS = {"transform": "tanh mul:3.0", "teacher_transform": "tanh mul:2.0"}
+SCALE, TEACHER_SCALE = 0.5, -0.75
+
+
+def two_heads(
+    rows: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Tensor, ...]:
+    """Input, weight and bias of a student and of a teacher with more hidden units."""
+    student, teacher = problem(rows, hidden, vocab, dtype, device), problem(rows, 2 * hidden + 3, vocab, dtype, device)
+    return student.input, student.weight, student.bias, teacher.input, teacher.weight, teacher.bias
+
+
+def arguments(operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return *operands[:3], SCALE, *operands[3:], TEACHER_SCALE
+
+
+def ours(*operands: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    return ops.linear_divergence(*arguments(operands), **options)[:2]
+
+
+def eager(*operands: Tensor | None, transform: str = "", teacher_transform: str = "") -> tuple[Tensor, Tensor]:
+    """As a careful user writes them: the projections in the operands' dtypes, the rest in float32."""
+
+    def log_softmax(input: Any, weight: Any, bias: Any, scale: float, softcap: float | None) -> Tensor:
+        z = F.linear(input, weight, bias).to(acc_dtype(input.dtype)) * scale
+        return (z if softcap is None else z.tanh() * softcap).log_softmax(1)
+
+    log_q = log_softmax(*operands[:3], SCALE, 3.0 if transform else None)
+    log_p = log_softmax(*operands[3:], TEACHER_SCALE, 2.0 if teacher_transform else None)
+    p = log_p.exp()
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1), -(p * log_q).sum(1)
+
+
+def with_biases(biases: bool, f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``f`` of all six operands, or of the four that are no biases."""
+    if biases:
+        return lambda *six: f(*six, **options)
+    return lambda x, w, y, v: f(x, w, None, y, v, None, **options)
+
+
+# --- values and gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SOFTCAPS], ids=["plain", "softcap"])
+@pytest.mark.parametrize("biases", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_errs_no_more_than_eager(
+    device: str, shape: tuple[int, int, int], dtype: torch.dtype, biases: bool, options: dict[str, str]
+) -> None:
+    operands = two_heads(*shape, dtype, device)
+    given = operands if biases else (*operands[:2], *operands[3:5])
+    ours_, eager_ = (with_biases(biases, f, **options) for f in (ours, eager))
+    exact = value_and_grads(eager_, *doubled(*given))
+    assert_no_worse_than_eager(
+        value_and_grads(ours_, *given), value_and_grads(eager_, *given), exact, floor(shape, dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("read", [0, 1], ids=["kl", "cross_entropy"])
+def test_each_alone_has_its_gradients(device: str, read: int, dtype: torch.dtype) -> None:
+    operands = two_heads(21, 8, 37, dtype, device)
+    ours_, eager_ = (lambda *six, f=f: f(*six)[read] for f in (ours, eager))
+    exact = value_and_grads(eager_, *doubled(*operands))
+    assert_no_worse_than_eager(value_and_grads(ours_, *operands), value_and_grads(eager_, *operands), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3])
+def test_a_student_close_to_its_teacher(device: str, distance: float, dtype: torch.dtype) -> None:
+    """Its divergence is about the square of the distance: far below the two sums whose difference it is, too."""
+    p = problem(200, 16, 301, dtype, device)
+    noise = torch.randn(p.weight.shape, generator=torch.Generator().manual_seed(0)).to(p.weight) * distance
+
+    def close(f: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
+            return f(x, w, None, 1.0, y, v, None, 1.0)
+
+        return run
+
+    def kl(x: Tensor, w: Tensor, _: None, __: float, y: Tensor, v: Tensor, ___: None, ____: float) -> Tensor:
+        log_q, log_p = ((a @ b.t()).to(acc_dtype(a.dtype)).log_softmax(1) for a, b in ((x, w), (y, v)))
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
+
+    operands = (p.input, p.weight + noise, p.input.clone(), p.weight)
+    exact = value_and_grads(close(kl), *doubled(*operands))
+    assert 0 < float(exact[0].mean()) < 20 * distance**2 + 1e-2 * (dtype in (torch.float16, torch.bfloat16))
+    assert_no_worse_than_eager(
+        value_and_grads(close(lambda *a: ops.linear_divergence(*a)[0]), *operands),
+        value_and_grads(close(kl), *operands),
+        exact,
+        1e-10 if dtype == torch.float64 else None,
+    )
+
+
+def test_the_divergence_from_itself_is_zero(device: str) -> None:
+    p = problem(33, 16, 1001, device=device)
+    kl, cross_entropy, *_ = ops.linear_divergence(p.input, p.weight, p.bias, 3.0, p.input, p.weight, p.bias, 3.0)
+    log_p = (F.linear(p.input, p.weight, p.bias) * 3).log_softmax(1)
+    assert not kl.any()
+    torch.testing.assert_close(cross_entropy, -(log_p.exp() * log_p).sum(1))
+
+
+@pytest.mark.parametrize("teacher_dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_heads_of_different_dtypes(device: str, dtype: torch.dtype, teacher_dtype: torch.dtype) -> None:
+    operands = two_heads(21, 8, 37, dtype, device)
+    operands = (*operands[:3], *two_heads(21, 8, 37, teacher_dtype, device)[3:])
+    out = ops.linear_divergence(*arguments(operands))
+    acc = torch.float64 if torch.float64 in (dtype, teacher_dtype) else torch.float32
+    assert all(t.dtype == acc for t in out)
+    exact = value_and_grads(eager, *doubled(*operands))
+    actual = value_and_grads(ours, *operands)
+    for i, (a, e) in enumerate(zip(actual, exact, strict=True)):
+        assert i < 2 or a.dtype == operands[i - 2].dtype
+        at_least = FLOORS[torch.float64 if dtype == teacher_dtype == torch.float64 else torch.float32]
+        assert relative_error(a, e) < 2 * max(at_least, torch.finfo(a.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_log_sum_exps_are_those_of_linear_stats(device: str, dtype: torch.dtype) -> None:
+    operands = two_heads(21, 8, 37, dtype, device)
+    sums = ops.linear_divergence(*arguments(operands), **SOFTCAPS)[2:]
+    index = torch.zeros(21, 1, dtype=torch.int64, device=device)
+    for head, scale, transform, (lse, residual) in (
+        (operands[:3], SCALE, SOFTCAPS["transform"], sums[:2]),
+        (operands[3:], TEACHER_SCALE, SOFTCAPS["teacher_transform"], sums[2:]),
+    ):
+        stats = ops.linear_stats(*head, index, None, scale, False, False, transform=transform)
+        exact = reference.linear_stats(*doubled(*head), index, None, scale, False, False, transform=transform)[0]
+        torch.testing.assert_close(lse, stats[0])
+        assert bool((residual.abs() <= torch.finfo(lse.dtype).eps * lse.abs().amax()).all())
+        assert relative_error(lse, exact) < 4 * torch.finfo(lse.dtype).eps
+
+
+# --- numbers at the edge --------------------------------------------------------------------------------------
+
+
+def of_logits(student: Tensor, teacher: Tensor, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Operands without biases whose logits are these, without any rounding."""
+    eye = torch.eye(student.shape[0], dtype=dtype, device=device)
+    weights = [z.t().contiguous().to(device, dtype) for z in (student, teacher)]
+    return [eye, weights[0], eye.clone(), weights[1]]
+
+
+def plainly(f: Callable[..., Any]) -> Callable[..., Any]:
+    def with_op(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Any:
+        return f(x, w, None, 1.0, y, v, None, 1.0)[:2]
+
+    return with_op
+
+
+def plain_eager(x: Tensor, w: Tensor, _: None, __: float, y: Tensor, v: Tensor, *___: Any) -> Any:
+    log_q, log_p = ((a @ b.t()).to(acc_dtype(a.dtype)).log_softmax(1) for a, b in ((x, w), (y, v)))
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1), -(log_p.exp() * log_q).sum(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_huge_logits(device: str, dtype: torch.dtype) -> None:
+    """1e4 overflows exp in every dtype; the differences that matter are small."""
+    student = torch.tensor([[8192.0, 8200.0, 8184.0, -8192.0], [-8192.0, -8200.0, -8192.0, -8208.0]]).repeat(4, 9)
+    teacher = torch.tensor([[4096.0, 4096.0, 4092.0, -4096.0], [-8192.0, -8192.0, -8200.0, -8208.0]]).repeat(4, 9)
+
+    def small(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: [one / 64 for one in plainly(f)(*operands)]  # gradients within float16's range
+
+    operands = of_logits(student, teacher, device, dtype)
+    exact = value_and_grads(small(plain_eager), *doubled(*operands))
+    actual = value_and_grads(small(ops.linear_divergence), *operands)
+    # Gradients of the hidden states are what is left of sums of 8192 times numbers that add up to zero, some roundings
+    # of which are luck; and in float64 eager is its own judge.
+    luck = {torch.float64: 1e-10, torch.float32: 4e-3}.get(dtype)
+    assert_no_worse_than_eager(actual, value_and_grads(small(plain_eager), *operands), exact, luck)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_classes_that_the_teacher_rules_out_count_for_nothing(device: str, dtype: torch.dtype) -> None:
+    """And those that both rule out, where eager's 0 * -inf is NaN."""
+    x, w, b, y, v, c = two_heads(21, 8, 37, dtype, device)
+    barred, both = torch.tensor([0, 7, 12, 36], device=device), torch.tensor([7, 36], device=device)
+    # The negative scale makes -inf of it.
+    operands = (x, w, b.index_fill(0, both, -inf), y, v, c.index_fill(0, barred, inf))
+    kept = torch.ones(37, dtype=torch.bool, device=device).index_fill(0, both, False)
+    teacher_kept = kept.clone().index_fill(0, barred, False)
+
+    def without(*operands: Tensor) -> Any:
+        """The same in float64, with sums over fewer classes."""
+        x, w, b, y, v, c = operands
+        log_q = F.linear(x, w[kept], b[kept]).mul(SCALE).log_softmax(1)[:, teacher_kept[kept]]
+        log_p = F.linear(y, v[teacher_kept], c[teacher_kept]).mul(TEACHER_SCALE).log_softmax(1)
+        return (log_p.exp() * (log_p - log_q)).sum(1), -(log_p.exp() * log_q).sum(1)
+
+    exact = value_and_grads(without, *doubled(*operands))
+    actual = value_and_grads(ours, *operands)
+    for a, e in zip(actual, exact, strict=True):
+        assert bool(a.isfinite().all())
+        assert relative_error(a, e) < 2 * max(torch.finfo(a.dtype).eps, 1e-6 if dtype != torch.float64 else 1e-13)
+    assert not actual[3][both].any() and not actual[4][both].any()
+    assert not actual[6][barred].any() and not actual[7][barred].any()
+
+
+def test_a_class_that_only_the_student_rules_out(device: str) -> None:
+    student, teacher = torch.randn(3, 5), torch.randn(3, 5)
+    bias = torch.tensor([0, 0, -inf, 0, 0], device=device)
+    x, w, y, v = of_logits(student, teacher, device, torch.float32)
+    kl, cross_entropy, *_ = ops.linear_divergence(x, w, bias, 1.0, y, v, None, 1.0)
+    assert bool((kl == inf).all()) and bool((cross_entropy == inf).all())
+    w = w.requires_grad_()
+    kl, *_ = ops.linear_divergence(x, w, bias, 1.0, y, v, None, 1.0)
+    (d_weight,) = torch.autograd.grad(kl.sum(), w)
+    q = (student.to(device) + bias).softmax(1)
+    torch.testing.assert_close(d_weight.t(), q - teacher.to(device).softmax(1))
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize(
+    "row", [[-inf, -inf, -inf], [inf, 1.0, 2.0], [inf, -inf, 0.0], [nan, 1.0, 2.0], [1.0, nan, 2.0]], ids=str
+)
+def test_rows_that_are_not_finite_are_nan(device: str, row: list[float], side: str) -> None:
+    bias = torch.tensor(row, device=device)
+    other, zeros, ones = (
+        torch.randn(3, device=device),
+        torch.zeros(2, 1, device=device),
+        torch.zeros(3, 1, device=device),
+    )
+    pair = (bias, other) if side == "student" else (other, bias)
+    out = ops.linear_divergence(zeros, ones, pair[0], 1.0, zeros, ones, pair[1], 1.0)
+    assert bool(out[0].isnan().all()) and bool(out[1].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_a_row_that_counts_for_nothing_contributes_nothing(device: str, bad: float, dtype: torch.dtype) -> None:
+    operands = two_heads(10, 8, 21, dtype, device)
+    counted = [i for i in range(10) if i not in (2, 7)]
+
+    def run(x: Tensor, y: Tensor, rows: list[int]) -> list[Tensor]:
+        def total(*operands: Tensor) -> Tensor:
+            kl, cross_entropy = ours(*operands)
+            return kl[rows].sum() + cross_entropy[rows].square().sum()
+
+        return value_and_grads(total, x, *operands[1:3], y, *operands[4:])
+
+    x, y = operands[0].clone(), operands[3].clone()
+    x[2], y[7] = bad, bad
+    value, *grads = run(x, y, counted)
+    want, *wanted = run(operands[0][counted], operands[3][counted], list(range(8)))
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(value, want, **tolerance)
+    for i, (a, e) in enumerate(zip(grads, wanted, strict=True)):
+        if i in (0, 3):
+            assert not a[[2, 7]].any()
+            a = a[counted]
+        torch.testing.assert_close(a, e, **tolerance)
+
+
+# --- what is asked for ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("needed", range(6))
+def test_only_the_gradients_asked_for_are_made(device: str, needed: int) -> None:
+    operands = two_heads(6, 4, 9, device=device)
+    args = arguments(operands)
+    out = ops.linear_divergence(*args)
+    g = upstream(out[0]), upstream(out[1]).flip(0)
+    everything = divergence.linear_divergence_backward(*args, *out, *g, *[True] * 6)
+    some = divergence.linear_divergence_backward(*args, *out, *g, *[i == needed for i in range(6)])
+    for i, (whole, part) in enumerate(zip(everything, some, strict=True)):
+        if i == needed:
+            torch.testing.assert_close(part, whole)
+        else:
+            assert part.shape == (0,)
+    leaves = [t.clone().requires_grad_(i == needed) for i, t in enumerate(operands)]
+    torch.autograd.backward(ours(*leaves), g)
+    for i, leaf in enumerate(leaves):
+        assert (leaf.grad is not None) == (i == needed)
+    torch.testing.assert_close(leaves[needed].grad, everything[needed])
+
+
+def test_only_the_divergences_are_differentiable(device: str) -> None:
+    operands = [t.requires_grad_() for t in two_heads(6, 4, 9, device=device)]
+    assert [t.requires_grad for t in ops.linear_divergence(*arguments(operands))] == [True, True, *[False] * 4]
+
+
+def test_operands_and_results_are_not_written_to(device: str) -> None:
+    operands = two_heads(9, 4, 21, device=device)
+    args = arguments(operands)
+    out = ops.linear_divergence(*args, **SOFTCAPS)
+    g = upstream(out[0]), upstream(out[1])
+    before = [t.clone() for t in (*operands, *out, *g)]
+    divergence.linear_divergence_backward(*args, *out, *g, *[True] * 6, **SOFTCAPS)
+    assert all(torch.equal(now, then) for now, then in zip((*operands, *out, *g), before, strict=True))
+
+
+def _strided(t: Tensor) -> Tensor:
+    wide = t.new_full((t.shape[0], 2 * t.shape[1] + 1), nan)
+    wide[:, 1::2] = t
+    return wide[:, 1::2]
+
+
+def _transposed(t: Tensor) -> Tensor:
+    return t.t().contiguous().t()
+
+
+def _every_other_row(t: Tensor) -> Tensor:
+    tall = t.new_full((2 * t.shape[0], t.shape[1]), nan)
+    tall[::2] = t
+    return tall[::2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("layout", [_strided, _transposed, _every_other_row])
+def test_memory_layout_does_not_matter(device: str, layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    operands = two_heads(19, 8, 37, dtype, device)
+    placed = [layout(t) if t.dim() == 2 else torch.stack((t, t), 1)[:, 0] for t in operands]
+    for a, e in zip(value_and_grads(ours, *placed), value_and_grads(ours, *operands), strict=True):
+        assert relative_error(a, e.double()) < max(2 * torch.finfo(a.dtype).eps, 2e-6 if dtype != torch.float64 else 0)
+
+
+def test_expanded_upstream_gradients(device: str) -> None:
+    operands = two_heads(1, 6, 11, torch.float64, device)
+
+    def mean(f: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor, y: Tensor) -> Tensor:
+            kl, cross_entropy = f(x.expand(5, 6), *operands[1:3], y.expand(5, 15), *operands[4:])
+            return kl.mean() + cross_entropy.sum()
+
+        return run
+
+    given = (operands[0], operands[3])
+    for a, e in zip(value_and_grads(mean(ours), *given), value_and_grads(mean(eager), *given), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_autocast_does_not_reach_inside(device: str) -> None:
+    operands = two_heads(16, 32, 65, device=device)
+    plain = value_and_grads(ours, *operands)
+    with torch.autocast(device, torch.bfloat16):
+        inside = value_and_grads(ours, *operands)
+    for a, e in zip(inside, plain, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_the_same_bits_every_time(device: str, dtype: torch.dtype) -> None:
+    operands = two_heads(64, 48, 1001, dtype, device)
+    runs = [value_and_grads(lambda *six: ours(*six, **SOFTCAPS), *operands) for _ in range(3)]
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+
+
+# --- autograd -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SOFTCAPS], ids=["plain", "softcap"])
+def test_gradcheck(device: str, options: dict[str, str]) -> None:
+    leaves = [t.requires_grad_() for t in two_heads(4, 3, 5, torch.float64, device)]
+    assert torch.autograd.gradcheck(lambda *six: ours(*six, **options), leaves)
+
+
+def test_a_second_backward_through_a_retained_graph(device: str) -> None:
+    leaves = [t.requires_grad_() for t in two_heads(7, 4, 11, torch.float64, device)]
+    kl, cross_entropy = ours(*leaves)
+    loss = kl.square().sum() + cross_entropy.sum()
+    first = torch.autograd.grad(loss, leaves, torch.tensor(-3.0).to(loss), retain_graph=True)
+    second = torch.autograd.grad(loss, leaves, torch.tensor(6.0).to(loss))
+    for a, b in zip(first, second, strict=True):
+        assert float(a.norm()) > 0
+        torch.testing.assert_close(b, -2 * a)
+
+
+def test_what_has_no_derivative_is_refused(device: str) -> None:
+    operands = list(two_heads(4, 3, 5, device=device))
+    operands[0] = operands[0].requires_grad_()
+    with pytest.raises(FxfuseError, match="second derivative"):
+        torch.autograd.grad(ours(*operands)[0].sum(), operands[0], create_graph=True)
+    with forward_ad.dual_level(), pytest.raises(FxfuseError, match="forward-mode"):
+        teacher = forward_ad.make_dual(operands[3], torch.ones_like(operands[3]))
+        ours(operands[0].detach(), *operands[1:3], teacher, *operands[4:])
+    for name in SOFTCAPS:
+        with pytest.raises(ValueError):
+            ours(*operands, **{name: "tan"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+def test_opcheck(device: str, grad: bool, dtype: torch.dtype) -> None:
+    x, w, b, y, v, c = (t.requires_grad_(grad) for t in two_heads(5, 4, 7, dtype, device))
+    for operands, options in (
+        ((x, w, b, y, v, c), SOFTCAPS),
+        ((x, w, None, y.detach(), v.detach(), None), {"memory": 1 << 20}),
+    ):
+        args = arguments(operands)
+        opcheck(ops.linear_divergence, args, options)
+        plain = arguments([t if t is None else t.detach() for t in operands])
+        out = ops.linear_divergence(*plain, **options)
+        needs = (grad, True, operands[2] is not None, grad, False, operands[5] is not None)
+        opcheck(
+            divergence.linear_divergence_backward, (*plain, *out, upstream(out[0]), upstream(out[1]), *needs), options
+        )
+
+
+# --- chunks and memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_chunk_boundaries_do_not_show(
+    device: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", rows * 23 * 4 * divergence.BUFFERS)
+    monkeypatch.setattr(chunked, "CAST_ELEMENTS", 7 * 4)
+    operands = two_heads(13, 4, 23, dtype, device)
+    for options in ({}, SOFTCAPS):
+        args = arguments(operands)
+        out = divergence.linear_divergence_chunked(*args, **options)
+        g = upstream(out[0]), upstream(out[1])
+        grads = divergence.linear_divergence_backward_chunked(*args, *out, *g, *[True] * 6, **options)
+
+        def exact(*operands: Tensor, options=options) -> Any:
+            return reference.linear_divergence(*arguments(operands), **options)[:2]
+
+        for a, e in zip((*out[:2], *grads), value_and_grads(exact, *doubled(*operands)), strict=True):
+            assert relative_error(a, e) < max(2 * torch.finfo(a.dtype).eps, 3e-6 if dtype != torch.float64 else 1e-13)
+
+
+@pytest.mark.parametrize("options", [{}, SOFTCAPS], ids=["plain", "softcap"])
+def test_no_operation_inside_makes_the_logits(
+    device: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    rows, hidden, vocab, step = 96, 4, 211, 4
+    memory = step * vocab * 4 * divergence.BUFFERS
+    operands = two_heads(rows, hidden, vocab, device=device)
+    args = arguments(operands)
+    out = divergence.linear_divergence_chunked(*args, **options)
+    g = upstream(out[0]), upstream(out[1])
+    with LargestTensor() as spy:
+        divergence.linear_divergence_chunked(*args, **options, memory=memory)
+        divergence.linear_divergence_backward_chunked(*args, *out, *g, *[True] * 6, **options, memory=memory)
+    largest_wanted = max(step * vocab, *(t.numel() for t in operands))
+    assert step * vocab <= spy.elements <= largest_wanted < rows * vocab / 8, spy.op
+    with LargestTensor() as control:
+        reference.linear_divergence(*args, **options)
+    assert control.elements >= rows * vocab, "the spy does not see logits where they are made"
