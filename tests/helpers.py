@@ -211,8 +211,11 @@ def dense_reads() -> Iterator[list[str]]:
     """A list that holds, after ``with``, where deferred logits were built inside, each build an entry."""
 
     def count() -> Counter[str]:
-        report = journal.report()
-        return Counter({read.where: read.count for read in report.reads if read.kind == "read"})
+        counts: Counter[str] = Counter()
+        for read in journal.report().reads:  # one place may have read several heads
+            if read.kind == "read":
+                counts[read.where] += read.count
+        return counts
 
     before, reads = count(), []
     yield reads
