@@ -324,6 +324,13 @@ def _entropies(s: World) -> Any:
     return a, b, c, _rows(lp, s.y)
 
 
+def _entropy_as_a_metric(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        entropy = z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)
+    return ce(z, s.y), entropy
+
+
 def _normalised_by_hand(s: World) -> Any:
     z = s.z
     lp = z - z.logsumexp(-1, keepdim=True)
@@ -509,6 +516,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
         torch.log(_rows(torch.softmax(s.z, -1), s.y)) + _rows(s.z.softmax(-1).log(), s.y)
     ),
     "entropies": _entropies,
+    "entropy_as_a_metric": _entropy_as_a_metric,
     "mean_of_one_class": lambda s: -s.z[..., -1:].mean(),
     "metrics_of_all": lambda s: (lambda z: (z.mean(), z.detach().sum(), (z.softmax(-1) * z).sum(), ce(z, s.y)))(s.zb),
     "largest": _largest,

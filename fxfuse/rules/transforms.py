@@ -138,7 +138,7 @@ def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
     alike = a.head is b.head and a.row_key(whole=True) == b.row_key(whole=True) and a.logits_key() == b.logits_key()
     if not isinstance(probs, Probs) or kind is None or not alike or a.class_dim != b.class_dim:
         call.keep("unknown_reader", f"{call.name} of logits by logits")
-    if a.requires_grad != b.requires_grad:
+    if a.requires_grad != b.requires_grad and call.out.requires_grad:
         call.keep("unknown_reader", f"{call.name} of logits by detached ones")
     factor = a.factor * b.factor
     return become(kind, other, call.name, dtype=converted(call, other, call.out.dtype), factor=factor)
