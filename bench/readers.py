@@ -3,9 +3,9 @@
     python bench/readers.py --json bench/results/readers-h200.json
     python bench/readers.py --device cpu --dtype float32 --shape 512x256x8000
 
-Values and all gradients, in eager, under Inductor and under fxfuse, in turns with the bare product of the same operands:
-``÷1`` is the time over that of one product (of the student's and the teacher's, for distillation). ``extra`` is the peak
-of memory above the operands, in MiB, gradients included.
+Values and all gradients, in eager, under Inductor and under fxfuse, in turns with the bare product of the same
+operands: ``÷1`` is the time over that of one product (of the student's and the teacher's, for distillation). ``extra``
+is the peak of memory above the operands, in MiB, gradients included.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def check(program: Program, dynamic: bool, memory: int, tally: Tally) -> None:
     try:
         expected = see(program.function(), World.make(device=DEVICE))
     except Exception as error:
-        tally.rejected[f"eager {type(error).__name__}"] += 1
+        tally.rejected[f"eager {type(error).__name__}: {str(error)[:60]}"] += 1
         raise Rejected from error
     text = repr(program)
     rounds = any(word in text for word in ("float()", "float32", "autocast"))
