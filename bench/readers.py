@@ -1,0 +1,129 @@
+"""Time and memory of what programs read besides a loss: entropies, masks, metrics, distillation, all probabilities.
+
+    python bench/readers.py --json bench/results/readers-h200.json
+    python bench/readers.py --device cpu --dtype float32 --shape 512x256x8000
+
+Values and all gradients, in eager, under Inductor and under fxfuse, in turns with the bare product of the same operands:
+``÷1`` is the time over that of one product (of the student's and the teacher's, for distillation). ``extra`` is the peak
+of memory above the operands, in MiB, gradients included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from head import Clock, command, peak_mib
+from tabulate import tabulate
+from tqdm import tqdm
+
+Tensors = tuple[torch.Tensor, ...]
+Program = Callable[..., torch.Tensor]
+
+
+def policy(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Log-probabilities and entropies, both with gradients."""
+    lp = F.linear(x, w).float().log_softmax(-1)
+    return lp.gather(-1, y[:, None]).mean() + 0.01 * (lp.exp() * lp).sum(-1).mean()
+
+
+def masked(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, *_: Any) -> torch.Tensor:
+    """A loss without some classes, over a temperature for each row."""
+    t = 1 + y.remainder(3)[:, None].to(x.dtype)
+    return F.cross_entropy((F.linear(x, w) / t).float().masked_fill(mask, -torch.inf), torch.where(mask[y], -100, y))
+
+
+def accuracy(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The loss, and how often it is right."""
+    z = F.linear(x, w).float()
+    return F.cross_entropy(z, y) + 0 * (z.argmax(-1) == y).float().mean()
+
+
+def distilled(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, teacher: Tensors) -> torch.Tensor:
+    """The divergence from a frozen teacher of half the width."""
+    target = F.linear(*teacher).float().softmax(-1)
+    return F.kl_div(F.linear(x, w).float().log_softmax(-1), target, reduction="batchmean")
+
+
+def everything(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
+    """All log-probabilities, returned; without gradients."""
+    return F.linear(x, w).log_softmax(-1)
+
+
+PROGRAMS: dict[str, Program] = {
+    "log-probability and entropy": policy,
+    "mask and temperatures": masked,
+    "loss and accuracy": accuracy,
+    "distillation": distilled,
+    "all log-probabilities": everything,
+}
+
+
+def measure(name: str, rows: int, hidden: int, vocab: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    torch.manual_seed(0)
+    x = torch.randn(rows, hidden, device=device, dtype=dtype).requires_grad_()
+    w = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype).requires_grad_()
+    y = torch.randint(vocab, (rows,), device=device)
+    mask = torch.rand(vocab, device=device) < 0.25
+    teacher = (x.detach()[:, : hidden // 2].contiguous(), w.detach()[:, : hidden // 2].contiguous())
+    program, clock, found = PROGRAMS[name], Clock(device, args.repeats), []
+
+    def product() -> Any:
+        with torch.no_grad():
+            return F.linear(x, w), F.linear(*teacher) if name == "distillation" else None
+
+    compilers = {
+        "eager": lambda f: f,
+        "inductor": lambda f: torch.compile(f, dynamic=False),
+        "fxfuse": lambda f: torch.compile(f, backend="fxfuse", dynamic=False, options={"fxfuse.min_logits_bytes": 0}),
+    }
+    for compiler, make in compilers.items():
+        torch._dynamo.reset()
+        f = make(program)
+
+        def step(f: Program = f) -> Any:
+            with torch.set_grad_enabled(name != "all log-probabilities"):
+                out = f(x, w, y, mask, teacher)
+            return torch.autograd.grad(out, (x, w)) if out.requires_grad else out
+
+        row: dict[str, Any] = {"program": name, "shape": f"{rows}×{hidden}×{vocab}", "compiler": compiler}
+        try:
+            row["÷1"], row["ms"] = clock.ratio(step, product)
+            row["extra"] = peak_mib(step)
+        except torch.OutOfMemoryError:
+            row["÷1"], row["ms"], row["extra"] = None, None, None
+        found.append(row)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8192x4096x128256", metavar="NxDxV")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=PROGRAMS, action="append")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    shape = [int(size) for size in args.shape.split("x")]
+    results: list[dict[str, Any]] = []
+    for name in tqdm(args.only or PROGRAMS, unit="program"):
+        results += measure(name, *shape, args)
+    columns = ("program", "compiler", "÷1", "ms", "extra")
+    print(tabulate([[r[c] for c in columns] for r in results], columns, floatfmt=("", "", ".2f", ".2f", ".0f")))
+    if args.json is not None:
+        device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+        about = {"command": command(), "device": device, "torch": torch.__version__}
+        args.json.write_text(json.dumps({**about, "results": results}, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
