@@ -488,7 +488,7 @@ TRAINERS: dict[str, tuple[Callable[..., Any], bool]] = {
     "cpo": (_preferring("CPO"), False),
     "gkd": (_gkd, True),
 }
-# TRL 1.16 gives these a fused head of its own, in an autograd function.
+# From 1.15 on TRL gives these a fused head of its own, in an autograd function.
 OWN_HEAD = ("sft", "sft_chunked", "dpo", "kto", "grpo", "rloo")
 
 
