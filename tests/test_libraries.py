@@ -11,7 +11,7 @@ import copy
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,22 @@ def _fresh() -> Iterator[None]:
 
 @dataclass
 class World:
-    """What the functions take beside logits: labels ``y``, with ignored ones ``masked``, and logits of a teacher."""
+    """What the functions take beside logits: labels ``y``, with ignored ones ``masked``, and logits of a teacher.
+
+    The teacher's come from a head of their own, frozen.
+    """
 
     x: Tensor
     w: Tensor
     y: Tensor
     masked: Tensor
-    teacher: Tensor
+    frozen: tuple[Tensor, Tensor]
+    head: Callable[[Tensor, Tensor], Tensor] = F.linear
+
+    @property
+    def teacher(self) -> Tensor:
+        with torch.no_grad():
+            return self.head(*self.frozen)
 
     @classmethod
     def make(cls) -> World:
@@ -55,7 +64,7 @@ class World:
             torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, generator=g)),
             y,
             masked,
-            torch.randn(BATCH, TIME, VOCAB, generator=g),
+            (torch.randn(BATCH, TIME, HIDDEN, generator=g), torch.randn(VOCAB, HIDDEN, generator=g)),
         )
 
 
@@ -213,13 +222,12 @@ PROGRAMS: dict[str, Program] = {
 # Where logits are computed nevertheless, in these styles.
 DENSE = {
     "trl_gkd_jsd": STYLES,
-    "trl_gkd_forward_kl": STYLES,
-    "trl_gkd_reverse_kl": STYLES,
+    "trl_gkd_forward_kl": ("eager_on_deferred",),
+    "trl_gkd_reverse_kl": ("eager_on_deferred",),
     "torchtune_forward_kl": STYLES,
     "torchtune_reverse_kl": STYLES,
     "torchtune_symmetric_kl": STYLES,
     "torchtune_chunked_forward_kl": STYLES,
-    "torchtitan_logprobs_and_entropy": STYLES,
     "verl_warm_logprobs_and_entropy": ("eager_on_deferred",),
     "openrlhf_warm_log_probs": STYLES,
 }
@@ -273,7 +281,8 @@ def test_function(name: str, style: str) -> None:
 
     expected = _run(eager, world)
     head = compiled(F.linear)
-    ours = compiled(eager) if style == "one_graph" else lambda x, w: function(library, head(x, w), world)
+    apart = replace(world, head=head)
+    ours = compiled(eager) if style == "one_graph" else lambda x, w: function(library, head(x, w), apart)
     with new_sites() as sites, dense_reads() as reads:
         actual = _run(ours, world)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bf16" in name else {}
@@ -325,7 +334,7 @@ def test_litgpt(head_chunk: int, softcap: float | None, style: str) -> None:
 
 
 def test_lightning_demo() -> None:
-    """Kept: the model returns log-probabilities, after the graph break that torch.nn.Transformer makes."""
+    """The model returns log-probabilities."""
     demos = pytest.importorskip("lightning.pytorch.demos.transformer")
     eager = demos.LightningTransformer(vocab_size=999)
     eager.model = demos.Transformer(vocab_size=999, ninp=32, nhid=32, nlayers=1, dropout=0.0)
@@ -336,7 +345,7 @@ def test_lightning_demo() -> None:
     with new_sites() as sites, dense_reads() as reads:
         _same_gradients(ours, eager, ours.training_step(pair, 0), eager.training_step(pair, 0))
     assert not reads
-    assert [site.reason.code for site in sites if site.reason] == ["returned"]
+    assert [(site.status, site.variant) for site in sites] == [("fused", "all entries, normalised in place")]
 
 
 def test_x_transformers() -> None:
@@ -430,7 +439,7 @@ def _sum_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
 
 def _sft(trl: Any, datasets: Any, model: Any, where: str, **options: Any) -> Any:
     loss = {"compute_loss_func": options.pop("compute_loss_func")} if "compute_loss_func" in options else {}
-    config = trl.SFTConfig(where, **TRAINING, **options)
+    config = trl.SFTConfig(where, **TRAINING, **{"loss_type": "nll", **options})
     return trl.SFTTrainer(model, config, train_dataset=_completions(datasets), processing_class=_tokenizer(), **loss)
 
 
@@ -438,6 +447,13 @@ def _dpo(trl: Any, datasets: Any, model: Any, where: str) -> Any:
     config = trl.DPOConfig(where, **TRAINING)
     data = _preferences(datasets)
     return trl.DPOTrainer(model, make("llama"), config, train_dataset=data, processing_class=_tokenizer())
+
+
+def _kto(trl: Any, datasets: Any, model: Any, where: str) -> Any:
+    config = trl.KTOConfig(where, **TRAINING)
+    rows = [{**row, "label": i % 2 == 0} for i, row in enumerate(_completions(datasets))]
+    data = datasets.Dataset.from_list(rows)
+    return trl.KTOTrainer(model, make("llama"), config, train_dataset=data, processing_class=_tokenizer())
 
 
 def _preferring(name: str, *more: str) -> Callable[..., Any]:
@@ -459,17 +475,26 @@ def _gkd(trl: Any, datasets: Any, model: Any, where: str) -> Any:
     return module.GKDTrainer(model, make("gpt2"), config, train_dataset=data, processing_class=_tokenizer())
 
 
-# What is built, how many heads fxfuse sees, and what reads logits densely.
-TRAINERS: dict[str, tuple[Callable[..., Any], int, tuple[str, ...]]] = {
-    "sft": (_sft, 0, ()),  # has a fused head of its own, in an autograd function
-    "sft_smoothed": (lambda *a: _sft(*a, label_smoothing_factor=0.1), 1, ()),
-    "sft_own_loss": (lambda *a: _sft(*a, compute_loss_func=_sum_over_tokens), 1, ()),
-    "dpo": (_dpo, 0, ()),  # as SFT
-    "tpo": (_preferring("TPO", "reference"), 1, ()),
-    "orpo": (_preferring("ORPO"), 1, ("logits/rejected", "logits/chosen")),
-    "cpo": (_preferring("CPO"), 1, ("logits/rejected", "logits/chosen")),
-    "gkd": (_gkd, 1, ("jsd",)),
+# What is built, and whether anything reads logits densely.
+TRAINERS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "sft": (_sft, False),
+    "sft_chunked": (lambda *a: _sft(*a, loss_type="chunked_nll"), False),
+    "sft_smoothed": (lambda *a: _sft(*a, label_smoothing_factor=0.1), False),
+    "sft_own_loss": (lambda *a: _sft(*a, compute_loss_func=_sum_over_tokens), False),
+    "dpo": (_dpo, False),
+    "kto": (_kto, False),
+    "tpo": (_preferring("TPO", "reference"), False),
+    "orpo": (_preferring("ORPO"), False),
+    "cpo": (_preferring("CPO"), False),
+    "gkd": (_gkd, True),
 }
+# From 1.15 on TRL gives these a fused head of its own, in an autograd function.
+OWN_HEAD = ("sft", "sft_chunked", "dpo", "kto", "grpo", "rloo")
+
+
+def _sees_heads(trl: Any, name: str) -> bool:
+    utils = pytest.importorskip("trl.trainer.utils")
+    return name not in OWN_HEAD or not hasattr(utils, "add_fused_lm_head")
 
 
 @pytest.mark.slow
@@ -478,7 +503,7 @@ TRAINERS: dict[str, tuple[Callable[..., Any], int, tuple[str, ...]]] = {
 def test_trl(name: str, tmp_path: Path) -> None:
     """A few steps: parameters and all that is logged."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    build, heads, dense = TRAINERS[name]
+    build, dense = TRAINERS[name]
 
     def train(compile: bool) -> tuple[Any, Any, list[str]]:
         model = make("llama")
@@ -496,6 +521,35 @@ def test_trl(name: str, tmp_path: Path) -> None:
     for mine, theirs in zip(log, expected, strict=True):
         same = {key: value for key, value in theirs.items() if "runtime" not in key and "per_second" not in key}
         assert {key: mine[key] for key in same} == pytest.approx(same, rel=1e-2, abs=1e-4)
-    assert bool(reads) == bool(dense), reads
-    assert bool(sites) == bool(heads)
+    assert bool(reads) == dense, reads
+    assert bool(sites) == _sees_heads(trl, name)
+    assert {site.status for site in sites} <= {"deferred", "fused"}, sites
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_trl_log_probs(name: str, tmp_path: Path) -> None:
+    """What GRPO and RLOO score completions with: log-probabilities, and entropies without gradients."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    config = getattr(trl, f"{name}Config")(str(tmp_path), **TRAINING, num_generations=2, beta=0.0)
+    data, rewards = _completions(datasets), {"reward_funcs": lambda completions, **_: [0.0 for _ in completions]}
+    ids = batch(2, 12)["input_ids"]
+
+    def run(compile: bool) -> list[Tensor]:
+        model = make("llama")
+        if compile:
+            model.compile(backend="fxfuse", options=OPTIONS)
+        build = getattr(trl, f"{name}Trainer")
+        trainer = build(model, args=config, train_dataset=data, processing_class=_tokenizer(), **rewards)
+        scores = trainer._get_per_token_logps_and_entropies
+        logps, entropies, *_ = scores(model, ids, torch.ones_like(ids), 7, compute_entropy=True)
+        (logps * torch.linspace(0.5, 1.5, 7)).sum().backward()
+        return [logps, entropies, *(p.grad for p in model.parameters())]
+
+    with new_sites() as sites, dense_reads() as reads:
+        found = run(True)
+    torch.testing.assert_close(found, run(False))
+    assert not reads
+    assert bool(sites) == _sees_heads(trl, name.lower())
     assert {site.status for site in sites} <= {"deferred"}, sites
