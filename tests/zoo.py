@@ -303,11 +303,15 @@ def totals(rows: Sequence[Row]) -> str:
     good, headed = (sum(count[v] for v in verdicts) for verdicts in (GOOD, HEADED))
     table = tabulate(
         [(verdict, count[verdict], says) for verdict, says in VERDICTS.items() if count[verdict]],
-        headers=["", "classes", ""],
+        headers=["verdict", "classes", ""],
         tablefmt="github",
     )
     share = f"{good} of the {headed} classes that run and have a vocabulary head are fused or deferred: "
     return f"{table}\n\n{share}{good / max(headed, 1):.1%}."
+
+
+def short(where: str) -> str:
+    return where.removeprefix("transformers/models/")
 
 
 def source(where: str) -> str:
@@ -323,31 +327,36 @@ def reasons(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.verdict in HEADED and row.verdict not in GOOD:
             groups.setdefault(re.sub(r"[\d×. ]*\d+ ", "", row.note), []).append(row)
-    found = sorted(groups.items(), key=lambda item: -len(item[1]))
-    return tabulate(
-        [(len(group), group[0].verdict, f"`{group[0].note}`", f"`{source(group[0].where)}`") for _, group in found],
-        headers=["classes", "", "reason", "for example"],
-        tablefmt="github",
-    )
+    cells = [
+        (len(group), group[0].verdict, f"`{group[0].note}`", short(group[0].where), f"`{source(group[0].where)}`")
+        for group in sorted(groups.values(), key=lambda group: -len(group))
+    ]
+    return tabulate(cells, headers=["classes", "verdict", "reason", "for example", ""], tablefmt="github")
 
 
 def document(rows: Sequence[Row]) -> str:
     """``docs/zoo.md``."""
     order = list(VERDICTS)
     rows = sorted(rows, key=lambda row: (order.index(row.verdict), row.name))
-    lines = ["| class | | pattern | where | note | graph breaks |", "|---|---|---|---|---|---|"]
+    lines = ["| class | verdict | pattern | where | note | graph breaks |", "|---|---|---|---|---|---|"]
     for row in rows:
-        where = row.where.removeprefix("transformers/models/")
-        cells = (row.name, row.verdict, row.pattern, where, row.note.replace("|", "\\|"), str(row.breaks or ""))
+        cells = (
+            row.name,
+            row.verdict,
+            row.pattern,
+            short(row.where),
+            row.note.replace("|", "\\|"),
+            str(row.breaks or ""),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
     return f"""# The zoo
 
 Written by `make zoo` (`python tests/zoo.py`): PyTorch {torch.__version__}, transformers {transformers.__version__}.
 
-Every class that transformers' auto-classes map for {", ".join(TASKS)}, built
-tiny ({LAYERS} layers, hidden size {HIDDEN}, vocabulary {VOCAB}) from its own configuration with random weights, and one
-training step of it on the CPU, in float32 and training mode, with every dropout probability 0:
+Every class that transformers' auto-classes map for `{"`, `".join(TASKS)}`,
+built tiny ({LAYERS} layers, hidden size {HIDDEN}, vocabulary {VOCAB}) from its own configuration with random weights,
+and one training step of it on the CPU, in float32 and training mode, with every dropout probability 0:
 `out = model(**inputs, labels=labels); out.loss.backward()`, unmodified, in eager and under
 `torch.compile(model, backend="fxfuse", options={{"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}})`. Models that
 take pictures or sound get text alone where they accept that. The loss and every parameter's gradient are compared with
@@ -361,7 +370,7 @@ eager in float64, and may err 1.5 times as much as eager in float32, or what rou
 
 ## Every class
 
-Files are below `transformers/models/`; a pattern leads from the projection to what reads it.
+Files are below `transformers/models`; a pattern leads from the projection to what reads it.
 
 {table}
 """
