@@ -153,7 +153,7 @@ def compare(ours: dict[str, Any], eager: dict[str, Any], exact: dict[str, Any]) 
     """
     worst, what = 0.0, ""
     whole, off = norm_of_gradients(exact), norm_of_gradients(exact, eager)
-    if not off <= 1e-3 * whole:  # float64 is not finite, or took another way: other experts, say
+    if not off <= 1e-2 * whole:  # float64 is not finite, or took another way: other experts, say
         exact = {name: None if value is None else value.double() for name, value in eager.items()}
         whole = norm_of_gradients(exact)
     for name, truth in exact.items():
