@@ -27,7 +27,7 @@ from .algebra import ClassTensor, Head, Logits, Reader, Statistics
 from .eager import EMIT, dense, pull_back
 from .lazy import Origin, State
 from .operands import Operands
-from .passes import compute, operands_of, statistics
+from .passes import class_sum, compute, operands_of, statistics
 from .report.records import Site, journal
 from .report.source import caller
 from .rules import TABLE, Call, Keep, Rule, outcomes_of
@@ -420,15 +420,16 @@ def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -
     reader = readers[0]
     key = (source.row_key(), source.logits_key(), grad)
     kept = {} if compat.saving_is_watched() else origin.log_sum_exps
-    known = kept.get(key)
+    known, _ = kept.get(key, (None, None))
     operands = operands_of(EMIT, source)
     more = reader.index is not None or reader.want_entropy or reader.want_top
     if known is not None and not more and not (reader.want_class_sum and source.transform):
-        results = [reader.finish(EMIT, _without_a_pass(known, operands, source), None)]
+        total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
+        results = [reader.finish(EMIT, Statistics(known, class_sum=total), None)]
     elif reader.coefficients is None:
         results, lse = statistics(EMIT, readers, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
-            kept[key] = lse
+            kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
     else:
         _, results = compute(EMIT, readers, in_checkpoint=False, memory=origin.memory)
     origin.bypassed |= grad
@@ -438,16 +439,6 @@ def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -
         result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
         for result, out in zip(results, outs, strict=True)
     ]
-
-
-def _without_a_pass(lse: Tensor, operands: tuple[Any, ...], source: ClassTensor) -> Statistics:
-    """Statistics of logits that are linear in the operands, given their log-sum-exp: the sum needs no logits."""
-    x, w, b = operands
-    with torch.autocast(x.device.type, enabled=False):
-        total = x.to(lse.dtype) @ w.sum(0, dtype=lse.dtype)
-        if b is not None:
-            total = total + b.sum(dtype=lse.dtype)
-        return Statistics(lse, None, None, total * source.scale)
 
 
 # --- making them ----------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ class Origin:
         hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
         bypassed: a fused op has read one of them, and its gradients do not pass through any.
         lock: held while values are made.
-        log_sum_exps: of rows that a fused op has read, by which rows of which logits they are.
+        log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
+            selected and scaled by.
     """
 
     site: Site
@@ -45,7 +46,7 @@ class Origin:
     hooked: bool = False
     bypassed: bool = False
     lock: Any = field(default_factory=threading.RLock)
-    log_sum_exps: dict[Any, Tensor] = field(default_factory=dict)
+    log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from .algebra import (
     Comparison,
     Emit,
     Handle,
+    Logits,
     LogProbs,
     Reader,
     Statistics,
@@ -31,6 +32,7 @@ KEPT = "exponentials kept for the backward"
 RECOMPUTED = "recompute in backward"
 FORWARD_ONLY = "forward only"
 WHOLE = "all entries, normalised in place"
+WITHOUT_LOGITS = "without a product"
 
 
 def computes_again(readers: Sequence[Reader], memory: int) -> bool:
@@ -58,11 +60,34 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
         return WHOLE, [_whole(emit, readers[0], prepared)]
     if isinstance(source, Comparison):
         return _comparison(emit, readers[0], source, prepared, memory)
+    if all(map(_only_sums, readers)) and not source.transform:
+        stats = Statistics(class_sum=class_sum(emit, prepared, source))
+        return WITHOUT_LOGITS, [reader.finish(emit, stats, None) for reader in readers]
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in prepared]
     if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
         variant, result = _loss(emit, readers[0], prepared, needs)
         return variant, [result]
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
+
+
+def _only_sums(reader: Reader) -> bool:
+    """Whether it returns sums of logits over the vocabulary, and nothing else."""
+    more = reader.index is not None or reader.class_weight is not None
+    return type(reader.source) is Logits and reader.want_class_sum and not more
+
+
+def class_sum(emit: Emit, operands: tuple[Handle, ...], source: ClassTensor) -> Handle:
+    """The sums ``[N]`` of logits that are linear in the operands, which takes none of them: x · sum_j w_j.
+
+    Not by a product, whose precision autocast would lower.
+    """
+    x, w, b = operands
+    acc = acc_dtype(source.head.dtype)
+    column = emit(torch.sum, w, 0, dtype=acc)
+    total = emit(torch.sum, emit(torch.mul, emit(torch.Tensor.to, x, acc), column), 1)
+    if b is not None:
+        total = emit(torch.add, total, emit(torch.sum, b, dtype=acc))
+    return total if source.scale == 1.0 else emit(torch.mul, total, source.scale)
 
 
 def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...]) -> Handle:

@@ -495,6 +495,15 @@ def test_hooks_see_all_of_the_gradient(program: Program, device: str) -> None:
     assert_as_eager(program, device)
 
 
+def test_one_temperature_after_another(device: str) -> None:
+    """What is known of one must not be taken for the next, in whose memory it may lie."""
+
+    def program(z: Tensor, s: World) -> Any:
+        return [(z / (s.c[0] + i)).logsumexp(-1) for i in range(5)]
+
+    assert_as_eager(program, device, builds=0)
+
+
 def test_a_hook_after_a_fused_loss_is_refused(device: str) -> None:
     for late in (
         lambda z, loss: z.register_hook(print),
