@@ -27,6 +27,11 @@ def hint(size: Any) -> int:
     return 1 if value is None else int(value)
 
 
+def is_known(size: Any) -> bool:
+    """Whether a size has a hint; that of what a mask selects has none."""
+    return isinstance(size, int) or getattr(size.node, "hint", None) is not None
+
+
 def is_plain(example: Any) -> bool:
     """Whether an example value stands for an ordinary strided tensor: no subclass, wrapper or exotic layout."""
     plain = type(example) in (FakeTensor, Tensor, torch.nn.Parameter)

@@ -87,7 +87,8 @@ class _Planner:
             if isinstance(reader, Whole) and len(candidate.readers) > 1 and reader.reason is not None:
                 return reader.reason
         size = candidate.rows * head.vocab * head.dtype.itemsize
-        if size < self.options.min_logits_bytes:
+        known = all(map(compat.is_known, example_of(candidate.node).shape))
+        if known and size < self.options.min_logits_bytes:
             return because("too_small", f"{size:,} bytes", where)
         for escaped in candidate.escaped:
             detail = "and they are not deferred"

@@ -239,6 +239,45 @@ def test_a_tensor_subclass_is_left_alone() -> None:
     assert [site.reason.code for site in sites if site.reason] == ["subclass"]
 
 
+def test_rows_that_a_mask_selects_are_fused_however_many() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Any:
+        rows = y > 2
+        return ce(F.linear(x[rows], w), y[rows])
+
+    s = World.make()
+    torch._dynamo.reset()
+    with new_sites() as sites, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        actual = compiled(program, min_logits_bytes=1 << 20)(s.x, s.w, s.y)
+    torch.testing.assert_close(actual, program(s.x, s.w, s.y))
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, (s.x, s.w)), torch.autograd.grad(program(s.x, s.w, s.y), (s.x, s.w))
+    )
+    assert [site.status for site in sites] == ["fused"]
+
+
+@pytest.mark.parametrize("mark", [False, True], ids=["automatic", "mark_dynamic"])
+def test_any_number_of_lengths_takes_two_compilations(mark: bool) -> None:
+    torch._dynamo.reset()
+    s = World.make()
+    ours = torch.compile(
+        lambda x, y: (ce(F.linear(x, s.w)[:, :-1] / 2, y[:, 1:]), F.linear(x, s.w).log_softmax(-1).sum(-1)),
+        backend="fxfuse",
+        options={"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0},
+    )
+    with new_sites() as sites:
+        for length in (5, 7, 11, 12, 30, 3):
+            x, y = torch.randn(2, length, 4, dtype=torch.float64), torch.randint(VOCAB, (2, length))
+            if mark:
+                torch._dynamo.mark_dynamic(x, 1)
+                torch._dynamo.mark_dynamic(y, 1)
+            loss, scores = ours(x, y)
+            z = F.linear(x, s.w)
+            torch.testing.assert_close(loss, ce(z[:, :-1] / 2, y[:, 1:]))
+            torch.testing.assert_close(scores, z.log_softmax(-1).sum(-1))
+    assert {site.status for site in sites} == {"fused"}
+    assert len(sites) // 2 <= (1 if mark else 2)
+
+
 def test_a_view_under_no_grad_claims_what_its_base_does() -> None:
     def program(s: World) -> Any:
         z = s.z
