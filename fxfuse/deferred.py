@@ -30,17 +30,19 @@ from .operands import Operands
 from .passes import class_sum, compute, operands_of, statistics
 from .report.records import Site, journal
 from .report.source import caller
-from .rules import TABLE, Call, Keep, Rule, outcomes_of
+from .rules import IN_PLACE, TABLE, Call, Keep, Rule, outcomes_of
 
 
 class _Mode(threading.local):
     """``deferring``: operators on deferred tensors are not run, and what they return is deferred.
 
     ``shapes``: moreover, nothing that they return will be read, so that they may write to it.
+    ``becoming``: a copy from one deferred tensor to another makes the one what the other is.
     """
 
     deferring = False
     shapes = False
+    becoming = False
 
 
 _mode = _Mode()
@@ -50,8 +52,8 @@ class DeferredLogits(Tensor):
     """Logits that are computed when they are read. Made by the backend; see the module."""
 
     _deferred: State
-    # The node and requires_grad that the description was made for. In the state they would be a cycle through C++.
-    _known_to_autograd: tuple[Any, bool]
+    # Node, requires_grad and version that the description was made for. In the state they would be a cycle through C++.
+    _known_to_autograd: tuple[Any, bool, int]
 
     @staticmethod
     def __new__(cls, state: State, device: torch.device) -> DeferredLogits:
@@ -83,6 +85,8 @@ class DeferredLogits(Tensor):
             return args[0][_without_masks(args[1])]
         elif func in _OF_GRADIENTS:
             _gradient_is_wanted(func, args, kwargs)
+        elif func in IN_PLACE and _become(func, args, kwargs):
+            return args[0]
         elif (found := _look_up(func, args)) is not None:
             result = _apply(*found, func, args, kwargs)
             if result is not NotImplemented:
@@ -94,6 +98,9 @@ class DeferredLogits(Tensor):
     @torch._dynamo.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _mode.becoming:
+            args[0]._deferred = args[1]._deferred
+            return args[0]
         if _mode.deferring or func in _ALWAYS_DEFERRED:
             return _defer(func, args, kwargs)
         if func in _OF_SHAPES:
@@ -357,9 +364,7 @@ def _is_described(tensor: DeferredLogits) -> bool:
     if compat.forward_ad_active() or compat.transform_active():
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        node, requires_grad = tensor._known_to_autograd
-        same = tensor.requires_grad == requires_grad and tensor.grad_fn is node
-        return same and (tensor.is_inference() or tensor._version == 0)
+        return _to_autograd(tensor) == tensor._known_to_autograd
 
 
 def _description(tensor: DeferredLogits) -> ClassTensor:
@@ -371,9 +376,47 @@ def _description(tensor: DeferredLogits) -> ClassTensor:
 def _describe(tensor: DeferredLogits, described: ClassTensor) -> None:
     state = tensor._deferred
     with torch._C.DisableTorchFunctionSubclass():
-        tensor._known_to_autograd = tensor.grad_fn, tensor.requires_grad
+        tensor._known_to_autograd = _to_autograd(tensor)
         state.thunk = tree_map_only(Tensor, lambda t: _frozen(t.detach()), state.thunk)
     state.described = described
+
+
+def _to_autograd(tensor: DeferredLogits) -> tuple[Any, bool, int]:
+    return tensor.grad_fn, tensor.requires_grad, 0 if tensor.is_inference() else tensor._version
+
+
+def _become(func: Any, args: Any, kwargs: Any) -> bool:
+    """Do what ``func`` writes to deferred logits without writing, if a rule says what they become.
+
+    They must be all that has their memory, so that nothing else changes with them.
+    """
+    logits = args[0]
+    if not isinstance(logits, DeferredLogits) or not _is_described(logits):
+        return False
+    state = logits._deferred
+    with torch._C.DisableTorchFunctionSubclass():
+        leaf = logits.is_leaf and logits.requires_grad
+        alone = state.memory.holders() == 1 and not state.is_view and state.values is None
+        # Under no_grad the values would change and the gradients would not.
+        modes = torch.is_grad_enabled() or not logits.requires_grad
+    if leaf or not alone or not modes or logits.is_inference():
+        return False
+    name = func.__name__
+    function = getattr(Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1])
+    entry = TABLE.get(function)
+    result = NotImplemented if entry is None else _apply(entry, name, args, function, args, kwargs)
+    if not isinstance(result, DeferredLogits) or result.dtype != logits.dtype or result.shape != logits.shape:
+        return False
+    _mode.becoming = True
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            logits.copy_(result)
+    finally:
+        _mode.becoming = False
+    described = result._deferred.described
+    assert described is not None
+    _describe(logits, described)
+    return True
 
 
 def _constant(argument: Any) -> float | None:

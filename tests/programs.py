@@ -421,6 +421,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "vocabulary_mask": _vocabulary_mask,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
+    "in_place": _in_place,
+    "in_place_by_tensors": _in_place_by_tensors,
     "clamped": lambda s: ce(s.z.clamp(min=-1, max=1.5), s.y) + ce(torch.clamp_min(s.z, 0.1).clamp_max(2), s.y),
     "rectified": lambda s: ce(torch.relu(s.z) * 2, s.y) + ce(F.relu(s.z), s.y),
     "softsign": lambda s: ce(3 * F.softsign(s.z), s.y) + ce(F.logsigmoid(s.z), s.y),
@@ -545,9 +547,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
 
 # Fused too, but only in a graph: at run time, where values are written or compared or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
-    "in_place": _in_place,
     "in_place_through_views": _in_place_through_views,
-    "in_place_by_tensors": _in_place_by_tensors,
     "normalised_by_hand": _normalised_by_hand,
     "one_hot": lambda s: -(F.one_hot(s.y, VOCAB) * s.z.log_softmax(-1)).sum(-1),
     "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),
