@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import errors
 from ..kernels.tiles import padded, row_block
-from . import chunked, cuda
+from . import chunked, cuda, divergence_cuda, softmax_cuda
 from .contract import acc_dtype, stash_dtype
 from .divergence import linear_divergence as linear_divergence
 from .library import NEEDS, backward_fake, gradients_fake, guarded, lib, refuse_second_order
@@ -59,6 +59,13 @@ for _name in ("linear_stats", "linear_stats_backward", "linear_loss"):
     lib.impl(_name, guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
 for _name in ("linear_loss_exponentials", "linear_loss_exponentials_backward"):
     lib.impl(_name, guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
+for _name, _module in (
+    ("linear_softmax", softmax_cuda),
+    ("linear_softmax_backward", softmax_cuda),
+    ("linear_divergence", divergence_cuda),
+    ("linear_divergence_backward", divergence_cuda),
+):
+    lib.impl(_name, guarded(_name, "cuda", getattr(_module, _name)), "CUDA")
 
 
 def _is_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:

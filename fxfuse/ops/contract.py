@@ -134,6 +134,11 @@ def normalisation(
     if up.entropy is not None and entropy is not None:
         # p (log p + H) lies between the least p log p, which is -1/e, and H.
         rows = rows + up.entropy.abs() * entropy.clamp(min=1 / math.e)
+    return power_of_two(rows, steepest)
+
+
+def power_of_two(rows: Tensor, steepest: float) -> tuple[Tensor, Tensor]:
+    """The same for given bounds ``[N]`` of the gradients of each row, of which there is at least one."""
     bound = torch.where(rows.isfinite(), rows, 0.0).amax(0, keepdim=True) * steepest
     _, exponent = torch.frexp(bound)
     # An exponent far below 0 would overflow the factor.

@@ -3,12 +3,12 @@
 A student (``input [N, D]``, ``weight [V, D]``, ``bias [V]`` or None, ``scale``, ``transform``) and a teacher (the same
 with another D) have the logits z and y, both ``[N, V]``, as ``contract`` says; with q = softmax(z) and p = softmax(y)
 
-====================  ====  =====================================================================================
-``kl``                [N]   ``sum_j p_j (log p_j - log q_j)``, the divergence of the student from the teacher
-``cross_entropy``     [N]   ``-sum_j p_j log q_j``
-``lse``, ``residual``  [N]  the student's log-sum-exp, and what rounding took from it (``contract``)
-``teacher_lse``, ``teacher_residual``  [N]  the teacher's
-====================  ====  =====================================================================================
+================================================================  =====================================================
+``kl [N]``                                                        ``sum_j p_j (log p_j - log q_j)``
+``cross_entropy [N]``                                             ``-sum_j p_j log q_j``
+``lse``, ``residual``, ``teacher_lse``, ``teacher_residual [N]``  either head's log-sum-exps as in ``contract``, for the
+                                                                  backward; unspecified in rows that are not finite
+================================================================  =====================================================
 
 A term is 0 where p_j is, whatever q_j is there (``torch.xlogy``): classes that both heads rule out count for nothing.
 Each sum is one of such terms: the difference of a cross entropy and an entropy would cancel where the student is close
@@ -190,7 +190,6 @@ for _name, _schema, _implementation in (
 ):
     lib.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(_name, guarded(_name, "cpu", _implementation), "CPU")
-    lib.impl(_name, guarded(_name, "cuda", _implementation), "CUDA")
 
 linear_divergence = torch.ops.fxfuse.linear_divergence.default
 linear_divergence_backward = torch.ops.fxfuse.linear_divergence_backward.default

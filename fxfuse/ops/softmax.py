@@ -111,7 +111,6 @@ for _name, _schema, _implementation in (
 ):
     lib.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(_name, guarded(_name, "cpu", _implementation), "CPU")
-    lib.impl(_name, guarded(_name, "cuda", _implementation), "CUDA")
 
 linear_softmax = torch.ops.fxfuse.linear_softmax.default
 linear_softmax_backward = torch.ops.fxfuse.linear_softmax_backward.default

@@ -1,0 +1,374 @@
+"""Softmax over stored rows of any length: logits and their statistics from one product, then one pass in place.
+
+A row belongs to no program: programs reduce tiles of fixed size of parts of rows, and ``stats.merge_kernel`` puts the
+parts together, so rows may be as long as they like, and a single one uses the whole device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .dlogits import PAD
+from .logits import grouped, logits_tile
+from .stats import MERGE_ROWS, MERGE_SPLITS, finite_or_zero, merge_kernel, rescale
+from .transform import transformed
+
+# Elements of a row in one step of a program that multiplies nothing.
+BLOCK, INTERPRETED_BLOCK = 2048, 64
+# Programs for each processor, among which a pass over few rows is divided.
+PROGRAMS = 8
+
+
+@triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
+def logits_kernel(
+    x,  # [rows, D]
+    w,  # [V, D]
+    bias,  # [V] or None
+    out,  # [rows, V], out
+    part_max,  # [splits, rows] float32, out
+    part_sum,  # [splits, rows] float32, out
+    scale,
+    rows,
+    vocab,
+    hidden,
+    splits,
+    tiles_per_split,
+    x_row,
+    x_col,
+    w_row,
+    w_col,
+    x_step,
+    w_step,
+    TRANSFORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_VOCAB: tl.constexpr,
+    EVEN_HIDDEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row_block, split = grouped(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), splits, GROUP)
+    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    in_rows = row < rows
+    row64 = row.to(tl.int64)
+    # Rows past the end repeat the last one, which spares every load of x a mask.
+    x_rows = tl.minimum(row, rows - 1)
+
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK_VOCAB))
+    m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    for tile in range(first, last):
+        col = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+        z, _slope = logits_tile(
+            x,
+            w,
+            bias,
+            scale,
+            x_rows,
+            col,
+            vocab,
+            hidden,
+            hidden,
+            x_row,
+            x_col,
+            w_row,
+            w_col,
+            x_step,
+            w_step,
+            TRANSFORM,
+            PRECISION,
+            EVEN_VOCAB,
+            EVEN_HIDDEN,
+            BLOCK_ROWS,
+            BLOCK_VOCAB,
+            BLOCK_HIDDEN,
+        )
+        # The statistics are those of what is stored: of others, probabilities could add up to more than one.
+        stored = z.to(out.dtype.element_ty)
+        tl.store(out + row64[:, None] * vocab + col[None, :], stored, mask=in_rows[:, None] & (col < vocab)[None, :])
+        z = stored.to(tl.float32)
+        if not EVEN_VOCAB:
+            z = tl.where((col < vocab)[None, :], z, float("-inf"))
+        # A NaN is no maximum, but makes its row's sum NaN.
+        m_new = tl.maximum(m, tl.max(z, 1))
+        s = s * rescale(m, m_new) + tl.sum(tl.exp(z - finite_or_zero(m_new)[:, None]), 1)
+        m = m_new
+
+    part = split.to(tl.int64) * rows + row64
+    tl.store(part_max + part, m, mask=in_rows)
+    tl.store(part_sum + part, s, mask=in_rows)
+
+
+@triton.jit
+def log_softmax(z, lse, residual, row):
+    """The logarithm of the softmax; NaN in a row whose log-sum-exp is infinite, as eager has it."""
+    row_lse = tl.load(lse + row)
+    # z - lse is exact where it matters, and only then is the residual not lost beside it.
+    return (z - (row_lse + (row_lse - row_lse))) - tl.load(residual + row)
+
+
+@triton.jit
+def normalise_kernel(
+    out,  # [rows, V]: logits, overwritten with their softmax
+    lse,  # [rows] float32
+    residual,  # [rows] float32
+    vocab,
+    LOG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile_count = tl.cdiv(vocab, BLOCK)
+    row = tl.program_id(0) // tile_count
+    col = tl.program_id(0) % tile_count * BLOCK + tl.arange(0, BLOCK)
+    at = out + row.to(tl.int64) * vocab + col
+    value = log_softmax(tl.load(at, mask=col < vocab).to(tl.float32), lse, residual, row)
+    if not LOG:
+        value = tl.exp(value)
+    tl.store(at, value.to(out.dtype.element_ty), mask=col < vocab)
+
+
+@triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
+def sums_kernel(
+    out,  # [rows, V]: the softmax
+    g,  # [rows, V]: its gradient, with any strides
+    part_total,  # [splits, rows] float32, out: sums of p
+    part_sum,  # [splits, rows] float32, out: sums of g, or of p g
+    part_most,  # [splits, rows] float32, out: largest absolute values of g
+    rows,
+    vocab,
+    splits,
+    tiles_per_split,
+    g_row,
+    g_col,
+    LOG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // splits).to(tl.int64)
+    split = tl.program_id(0) % splits
+    first = split * tiles_per_split
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
+    most = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tile in range(first, tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK))):
+        col = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = col < vocab
+        p = tl.load(out + row * vocab + col, mask=inside, other=float("-inf") if LOG else 0.0).to(tl.float32)
+        their_g = tl.load(g + row * g_row + col.to(tl.int64) * g_col, mask=inside, other=0.0).to(tl.float32)
+        if LOG:
+            p = tl.exp(p)
+            weighted += their_g
+        else:
+            weighted += p * their_g
+        total += p
+        most = tl.maximum(most, tl.abs(their_g))
+    part = split.to(tl.int64) * rows + row
+    tl.store(part_total + part, tl.sum(total, 0))
+    tl.store(part_sum + part, tl.sum(weighted, 0))
+    tl.store(part_most + part, tl.max(most, 0))
+
+
+@triton.jit(do_not_specialize=["first_class"])
+def gradient_kernel(
+    out,  # [rows, V]: the softmax
+    g,  # [rows, V]: its gradient, with any strides
+    mean,  # [rows] float32: the sums of g, or of p g, over those of p
+    product,  # [rows, W] float32: input @ weight.T, or None where nothing is transformed
+    bias,  # [W] or None
+    factor,  # [1] float32, or None for 1
+    dz,  # [rows, W], out
+    scale,
+    first_class,  # the class of column 0
+    classes,  # W
+    vocab,
+    g_row,
+    g_col,
+    product_row,
+    dz_row,
+    padded,  # W rounded up to a multiple of PAD
+    TRANSFORM: tl.constexpr,
+    LOG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile_count = tl.cdiv(padded, BLOCK)
+    row = (tl.program_id(0) // tile_count).to(tl.int64)
+    col = tl.program_id(0) % tile_count * BLOCK + tl.arange(0, BLOCK)
+    inside = col < classes
+    at = first_class + col
+    p = tl.load(out + row * vocab + at, mask=inside, other=0.0).to(tl.float32)
+    their_g = tl.load(g + row * g_row + at.to(tl.int64) * g_col, mask=inside, other=0.0).to(tl.float32)
+    row_mean = tl.load(mean + row)
+    d = their_g - tl.exp(p) * row_mean if LOG else p * (their_g - row_mean)
+    if product is not None:
+        _z, slope = finished(product + row * product_row, bias, scale, col, inside, TRANSFORM)
+        d *= slope
+    if factor is not None:
+        scale = scale * tl.load(factor)
+    # The padding is written too: a mask at an odd W would break the stores into single elements.
+    tl.store(dz + row * dz_row + col, (d * scale).to(dz.dtype.element_ty), mask=col < padded)
+
+
+@triton.jit
+def finished(product, bias, scale, col, inside, TRANSFORM: tl.constexpr):
+    """The logits of a row of products, and the derivative of their transform; of 0 outside."""
+    u = tl.load(product + col, mask=inside, other=0.0)
+    if bias is not None:
+        u += tl.load(bias + col, mask=inside, other=0.0).to(tl.float32)
+    return transformed(u * scale, TRANSFORM)
+
+
+# --- launches -------------------------------------------------------------------------------------------------
+
+
+def block(device: torch.device) -> int:
+    """The length of a tile of a row."""
+    return INTERPRETED_BLOCK if tiles.machine(device).generation == "interpreter" else BLOCK
+
+
+def divided(rows: int, classes: int, device: torch.device) -> tuple[int, int]:
+    """Into how many parts to cut each row of a pass that reduces them, and the tiles of a part."""
+    count = triton.cdiv(classes, block(device))
+    parts = min(count, max(1, triton.cdiv(PROGRAMS * tiles.machine(device).processors, rows)))
+    each = triton.cdiv(count, parts)
+    return triton.cdiv(count, each), each
+
+
+def merge(part_max: Tensor, part_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """``lse`` and ``residual [N]`` of the maxima and sums of exponentials ``[splits, N]`` of parts of rows."""
+    splits, rows = part_max.shape
+    lse, residual = part_max.new_empty((2, rows)).unbind()
+    nothing = part_max.new_empty((rows, 0))
+    merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
+        part_max=part_max,
+        part_sum=part_sum,
+        part_class_sum=None,
+        index=nothing.long(),
+        wanted=None,
+        lse=lse,
+        residual=residual,
+        picked=nothing,
+        log_prob=nothing,
+        class_sum=None,
+        rows=rows,
+        vocab=0,
+        indexed=0,
+        splits=splits,
+        BLOCK_SPLITS=MERGE_SPLITS,
+        BLOCK_ROWS=MERGE_ROWS,
+        num_warps=4,
+    )
+    return lse, residual
+
+
+def write_softmax(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str, log: bool
+) -> None:
+    """Write the softmax of the logits of ``x [N, D]`` and ``weight [V, D]``, or its logarithm, into ``out [N, V]``.
+
+    ``x`` and ``weight`` may have any strides; ``out`` (float32 or of 16 bits) and ``bias [V]`` are contiguous. N is not
+    0.
+    """
+    (rows, hidden), vocab = x.shape, weight.shape[0]
+    shape = tiles.tile(x, weight)
+    row_blocks, vocab_tiles = triton.cdiv(rows, shape.rows), triton.cdiv(vocab, shape.vocab)
+    each = tiles.tiles_per_split(row_blocks, vocab_tiles, tiles.machine(x.device).processors)
+    splits = triton.cdiv(vocab_tiles, each)
+    part_max, part_sum = torch.empty((2, splits, rows), dtype=torch.float32, device=x.device).unbind()
+    logits_kernel[(row_blocks * splits,)](
+        x,
+        weight,
+        bias,
+        out,
+        part_max,
+        part_sum,
+        scale,
+        rows,
+        vocab,
+        hidden,
+        splits,
+        each,
+        *x.stride(),
+        *weight.stride(),
+        shape.hidden * x.stride(1),
+        shape.hidden * weight.stride(1),
+        TRANSFORM=transform,
+        PRECISION=tiles.dot_precision(x.dtype),
+        EVEN_VOCAB=vocab % shape.vocab == 0,
+        EVEN_HIDDEN=hidden % shape.hidden == 0,
+        BLOCK_ROWS=shape.rows,
+        BLOCK_VOCAB=shape.vocab,
+        BLOCK_HIDDEN=shape.hidden,
+        GROUP=tiles.GROUP,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    lse, residual = merge(part_max, part_sum)
+    length = block(x.device)
+    normalise_kernel[(rows * triton.cdiv(vocab, length),)](
+        out, lse, residual, vocab, LOG=log, BLOCK=length, num_warps=4
+    )
+
+
+def mean_and_bound(out: Tensor, g: Tensor, log: bool) -> tuple[Tensor, Tensor]:
+    """What the gradient of the logits needs of each row of ``out`` and ``g [N, V]``, float32 ``[N]`` each.
+
+    The sum of g (of p g, without ``log``) over that of p, and a bound of the gradient's absolute values. ``out`` is
+    contiguous.
+    """
+    rows, vocab = out.shape
+    splits, each = divided(rows, vocab, out.device)
+    parts = torch.empty((3, splits, rows), dtype=torch.float32, device=out.device)
+    sums_kernel[(rows * splits,)](
+        out, g, *parts.unbind(), rows, vocab, splits, each, *g.stride(), LOG=log, BLOCK=block(out.device), num_warps=4
+    )
+    total, weighted = parts[:2].sum(1)
+    mean = weighted / total
+    return mean, parts[2].amax(0) + mean.abs()
+
+
+def write_gradient(
+    dz: Tensor,
+    out: Tensor,
+    g: Tensor,
+    mean: Tensor,
+    first_class: int,
+    product: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    transform: str,
+    factor: Tensor | None,
+    log: bool,
+) -> None:
+    """Write ``scale * factor`` times the gradient of the logits for the W classes from ``first_class`` on into ``dz``.
+
+    ``out`` and ``g`` are ``[C, V]``, ``out`` contiguous. ``dz`` and ``product`` (what was transformed, before bias and
+    scale, in float32; None where nothing is) are ``[C, W]`` with unit column strides; the rows of ``dz`` begin a
+    multiple of ``PAD`` apart, and its columns between W and the next such multiple are overwritten.
+    """
+    (rows, classes), length = dz.shape, block(dz.device)
+    padded = triton.cdiv(classes, PAD) * PAD
+    gradient_kernel[(rows * triton.cdiv(padded, length),)](
+        out,
+        g,
+        mean,
+        product,
+        bias,
+        factor,
+        dz,
+        scale,
+        first_class,
+        classes,
+        out.shape[1],
+        *g.stride(),
+        0 if product is None else product.stride(0),
+        dz.stride(0),
+        padded,
+        TRANSFORM=transform,
+        LOG=log,
+        BLOCK=length,
+        num_warps=4,
+    )

@@ -1,0 +1,185 @@
+"""``linear_divergence`` on a GPU: cuBLAS for all products, Triton for what is done to logits.
+
+The forward goes by chunks of rows: float32 products of both heads are made in buffers, which the kernels reduce. The
+backward knows the log-sum-exps, so it goes by windows along the longer axis, as ``cuda`` does. The logits are never
+rounded to 16 bits; their gradients are, for the products with them. float64, and GPUs without Triton, take
+``divergence``'s way. On CPU tensors the same code runs under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import tiles
+from ..transform import decode, steepest
+from . import cuda
+from .contract import power_of_two
+from .divergence import linear_divergence_backward_chunked, linear_divergence_chunked
+from .windows import Gradients
+
+# Rows of a chunk of the forward are a multiple of this where they fit: whole tiles of a product.
+ROWS = 128
+
+
+class _Head(NamedTuple):
+    """One head's operands, as cuBLAS and the kernels take them."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    transform: str
+
+    @classmethod
+    def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str) -> _Head:
+        decode(transform)  # which raises where it is none
+        return cls(input, weight, cuda._contiguous(bias), float(scale), transform)
+
+    def product(self, at_rows: slice, at_classes: slice, buffer: Tensor) -> tuple[Tensor, Tensor | None, float, str]:
+        """``input @ weight.T`` there, float32 in ``buffer``, and what makes it logits."""
+        product = _window(buffer, at_rows, at_classes)
+        cuda._product(self.input[at_rows], self.weight[at_classes].t(), product)
+        return product, None if self.bias is None else self.bias[at_classes], self.scale, self.transform
+
+    def factor(self, bound: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What brings gradients within ``bound [N]`` into float16's range, and what undoes it, if there is need."""
+        if self.input.dtype != torch.float16:
+            return None, None
+        return power_of_two(bound, abs(self.scale) * steepest(decode(self.transform)))
+
+
+def _has_kernels(input: Tensor, weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor) -> bool:
+    return cuda._has_kernels(input, weight) and cuda._has_kernels(teacher_input, teacher_weight)
+
+
+def _window(buffer: Tensor, at_rows: slice, at_classes: slice) -> Tensor:
+    return buffer[: at_rows.stop - at_rows.start, : at_classes.stop - at_classes.start]
+
+
+def _buffer(input: Tensor, rows: slice, classes: slice, dtype: torch.dtype) -> Tensor:
+    """Memory for windows no larger than the first, whose rows begin on whole vectors."""
+    return input.new_empty((rows.stop, tiles.padded(classes.stop)), dtype=dtype)
+
+
+def _chunks(rows: int, vocab: int, memory: int) -> list[slice]:
+    """Equal chunks of rows, of both heads' products in float32 in as much memory as ``cuda._windows`` allows."""
+    row_bytes = 2 * 4 * vocab
+    most = min(max(rows * row_bytes // cuda.WINDOW_SHARE, cuda.LEAST_WINDOW_BYTES), cuda.MOST_WINDOW_BYTES)
+    step = max(1, min(most, memory or most) // row_bytes)
+    step = tiles.cdiv(rows, tiles.cdiv(rows, step))
+    if step > ROWS:
+        step = tiles.cdiv(step, ROWS) * ROWS
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def linear_divergence(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    teacher_scale: float,
+    *,
+    transform: str = "",
+    teacher_transform: str = "",
+    memory: int = 0,
+) -> tuple[Tensor, ...]:
+    rows, vocab = input.shape[0], weight.shape[0]
+    if rows == 0 or not _has_kernels(input, weight, teacher_input, teacher_weight):
+        return linear_divergence_chunked(
+            input, weight, bias, scale, teacher_input, teacher_weight, teacher_bias, teacher_scale,
+            transform=transform, teacher_transform=teacher_transform, memory=memory,
+        )  # fmt: skip
+    from ..kernels.divergence import Logits, divergences, row_stats
+
+    student = _Head.of(input, weight, bias, scale, transform)
+    teacher = _Head.of(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
+    out = tuple(input.new_empty((rows,), dtype=torch.float32) for _ in range(6))
+    chunks, whole = _chunks(rows, vocab, memory), slice(0, vocab)
+    buffers = [_buffer(input, chunks[0], whole, torch.float32) for _ in range(2)]
+    with cuda._current(input.device):
+        for here in chunks:
+            read = [head.product(here, whole, at) for head, at in zip((student, teacher), buffers, strict=True)]
+            log_q, log_p = (Logits(*one, *row_stats(*one)) for one in read)
+            made = *divergences(log_q, log_p), log_q.lse, log_q.residual, log_p.lse, log_p.residual
+            for all_rows, part in zip(out, made, strict=True):
+                all_rows[here] = part
+    return out
+
+
+def linear_divergence_backward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    teacher_scale: float,
+    kl: Tensor,
+    cross_entropy: Tensor,
+    lse: Tensor,
+    residual: Tensor,
+    teacher_lse: Tensor,
+    teacher_residual: Tensor,
+    g_kl: Tensor,
+    g_cross_entropy: Tensor,
+    *needs: bool,
+    transform: str = "",
+    teacher_transform: str = "",
+    memory: int = 0,
+) -> tuple[Tensor, ...]:
+    rows, vocab = input.shape[0], weight.shape[0]
+    if rows == 0 or not _has_kernels(input, weight, teacher_input, teacher_weight):
+        return linear_divergence_backward_chunked(
+            input, weight, bias, scale, teacher_input, teacher_weight, teacher_bias, teacher_scale, kl, cross_entropy,
+            lse, residual, teacher_lse, teacher_residual, g_kl, g_cross_entropy, *needs,
+            transform=transform, teacher_transform=teacher_transform, memory=memory,
+        )  # fmt: skip
+    from ..kernels.divergence import Logits, write_gradients
+
+    student = _Head.of(input, weight, bias, scale, transform)
+    teacher = _Head.of(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
+    lse, residual, teacher_lse, teacher_residual = (
+        t.contiguous() for t in (lse, residual, teacher_lse, teacher_residual)
+    )
+    vectors = [t.contiguous() for t in (kl, cross_entropy, g_kl, g_cross_entropy)]
+    # Where p_j (log p_j - log q_j) sums up to kl, each term lies between -1/e and kl + 1/e.
+    bounds = (
+        (g_kl + g_cross_entropy).abs(),
+        g_kl.abs() * (kl.clamp(min=0) + 1 / math.e) + g_cross_entropy.abs() * cross_entropy,
+    )
+    # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
+    active = ((g_kl != 0) | (g_cross_entropy != 0))[:, None]
+    wanted = any(needs[:3]), any(needs[3:])
+    heads = student, teacher
+    element = 2 * 4 + sum(head.input.dtype.itemsize for head, want in zip(heads, wanted, strict=True) if want)
+    cut = cuda._windows(rows, vocab, element, memory)
+    at_rows, at_classes = cut
+    sums, buffers, factors = [], [], []
+    for head, need, want, bound in zip(heads, (needs[:3], needs[3:]), wanted, bounds, strict=True):
+        factor, undo = head.factor(bound)
+        counted = torch.where(active, head.input, 0.0) if need[1] else head.input
+        sums.append(Gradients(head.input, head.weight, head.bias, counted, need, cut, undo))
+        buffers.append(_buffer(head.input, at_rows[0], at_classes[0], head.input.dtype) if want else None)
+        factors.append(factor)
+    products = [_buffer(input, at_rows[0], at_classes[0], torch.float32) for _ in heads]
+    with cuda._current(input.device):
+        for here in at_rows:
+            for at in at_classes:
+                log_q = Logits(*student.product(here, at, products[0]), lse[here], residual[here])
+                log_p = Logits(*teacher.product(here, at, products[1]), teacher_lse[here], teacher_residual[here])
+                dz, dy = (None if buffer is None else _window(buffer, here, at) for buffer in buffers)
+                write_gradients(dz, dy, log_q, log_p, *(t[here] for t in vectors), *factors)
+                for total, gradient in zip(sums, (dz, dy), strict=True):
+                    if gradient is not None:
+                        total.add(here, at, gradient)
+    # Before the sums are converted, which needs about as much memory again.
+    del buffers, products, log_q, log_p, dz, dy
+    return tuple(one for total in sums for one in total.result())

@@ -1,0 +1,65 @@
+"""Cases that run on a GPU, or where there is none in one process under Triton's interpreter (see test_kernels)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+# The interpreter's bfloat16 is not to be trusted: it truncates where a GPU rounds.
+DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if HAS_GPU else ()))
+
+
+class Cases(dict[str, Callable[[], None]]):
+    """Checks by name. A test file fills one, makes its ``main`` its own and asks it for ``failure``s."""
+
+    def __call__(
+        self, *, gpu_only: bool = False, each_dtype: bool = False
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Register a function as one case, or one for each dtype."""
+
+        def register(check: Callable[..., None]) -> Callable[..., None]:
+            if not gpu_only or HAS_GPU:
+                for dtype in DTYPES if each_dtype else (None,):
+                    name = "-".join(filter(None, (check.__name__, dtype and str(dtype).removeprefix("torch."))))
+                    self[name] = lambda dtype=dtype: check(*(() if dtype is None else (dtype,)))
+            return check
+
+        return register
+
+    def main(self) -> None:
+        """Run every case and write a traceback, or nothing, for each into the file that is the argument."""
+        results = {}
+        for name, check in self.items():
+            torch.manual_seed(0)
+            try:
+                check()
+                results[name] = ""
+            except Exception:
+                results[name] = traceback.format_exc()
+        pathlib.Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+def interpret(file: str, folder: pytest.TempPathFactory) -> dict[str, str]:
+    """What ``Cases.main`` of the test file ``file`` writes in a process with TRITON_INTERPRET=1."""
+    results = folder.mktemp("interpreted") / "results.json"
+    root = str(pathlib.Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", file, str(results)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert results.exists(), done.stderr
+    return dict(json.loads(results.read_text()))
