@@ -377,7 +377,8 @@ def _describe(tensor: DeferredLogits, described: ClassTensor) -> None:
     state = tensor._deferred
     with torch._C.DisableTorchFunctionSubclass():
         tensor._known_to_autograd = _to_autograd(tensor)
-        state.thunk = tree_map_only(Tensor, lambda t: _frozen(t.detach()), state.thunk)
+        if state.thunk is not None:
+            state.thunk = tree_map_only(Tensor, lambda t: _frozen(t.detach()), state.thunk)
     state.described = described
 
 

@@ -230,11 +230,11 @@ def restored(
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:
                 results[i] = logits
-            with torch.set_grad_enabled(escape.value.requires_grad):
-                for places, chain in escape.views:
+            for places, chain in escape.views:
+                with torch.set_grad_enabled(escape.value.requires_grad):
                     view = _follow(logits, chain)
-                    for i in places:
-                        results[i] = view
+                for i in places:
+                    results[i] = view
         return results[:count]
 
     return call

@@ -58,11 +58,11 @@ class Memory:
 
     owner: weakref.ref[State]
     one: bool = False
-    views: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
+    views: list[weakref.ref[State]] = field(default_factory=list)
 
     def holders(self) -> int:
         """How many tensors there are that have it, or are waited for by others."""
-        return len(self.views)
+        return sum(view() is not None for view in self.views)
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class State:
     def __post_init__(self) -> None:
         parent = next(self._parents(), None) if self.is_view else None
         self.memory = Memory(weakref.ref(self)) if parent is None else parent.memory
-        self.memory.views.add(self)
+        self.memory.views.append(weakref.ref(self))
 
     def read(self) -> Tensor:
         """The values, perhaps in memory of their own."""

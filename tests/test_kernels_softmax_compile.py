@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 KERNELS = {
-    softmax: ("logits_kernel", "merge_kernel", "normalise_kernel", "sums_kernel", "gradient_kernel"),
-    divergence: ("stats_kernel", "divergence_kernel", "gradients_kernel"),
+    softmax: ("stats_kernel", "merge_kernel", "normalise_kernel", "sums_kernel", "gradient_kernel"),
+    divergence: ("divergence_kernel", "gradients_kernel"),
 }
 
 

@@ -14,41 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dlogits import PAD
-from .softmax import block, divided, finished, log_softmax, merge
-from .stats import finite_or_zero, rescale
-
-
-@triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
-def stats_kernel(
-    product,  # [rows, V] float32
-    bias,  # [V] or None
-    part_max,  # [splits, rows] float32, out
-    part_sum,  # [splits, rows] float32, out
-    scale,
-    rows,
-    vocab,
-    splits,
-    tiles_per_split,
-    product_row,
-    TRANSFORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = (tl.program_id(0) // splits).to(tl.int64)
-    split = tl.program_id(0) % splits
-    first = split * tiles_per_split
-    m = float("-inf")
-    s = 0.0
-    for tile in range(first, tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK))):
-        col = tile * BLOCK + tl.arange(0, BLOCK)
-        z, _slope = finished(product + row * product_row, bias, scale, col, col < vocab, TRANSFORM)
-        z = tl.where(col < vocab, z, float("-inf"))
-        # A NaN is no maximum, but makes its row's sum NaN.
-        m_new = tl.maximum(m, tl.max(z, 0))
-        s = s * rescale(m, m_new) + tl.sum(tl.exp(z - finite_or_zero(m_new)), 0)
-        m = m_new
-    part = split.to(tl.int64) * rows + row
-    tl.store(part_max + part, m)
-    tl.store(part_sum + part, s)
+from .softmax import block, divided, finished, log_softmax
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
@@ -171,28 +137,6 @@ class Logits(NamedTuple):
     transform: str
     lse: Tensor  # [C] float32, contiguous, as are all vectors here: of all classes
     residual: Tensor  # [C] float32
-
-
-def row_stats(product: Tensor, bias: Tensor | None, scale: float, transform: str) -> tuple[Tensor, Tensor]:
-    """``lse`` and ``residual [C]`` of whole rows ``product [C, V]``; C is not 0."""
-    rows, vocab = product.shape
-    splits, each = divided(rows, vocab, product.device)
-    parts = torch.empty((2, splits, rows), dtype=torch.float32, device=product.device)
-    stats_kernel[(rows * splits,)](
-        product,
-        bias,
-        *parts.unbind(),
-        scale,
-        rows,
-        vocab,
-        splits,
-        each,
-        product.stride(0),
-        TRANSFORM=transform,
-        BLOCK=block(product.device),
-        num_warps=4,
-    )
-    return merge(*parts.unbind())
 
 
 def divergences(student: Logits, teacher: Logits) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Softmax over stored rows of any length: logits and their statistics from one product, then one pass in place.
+"""Softmax over stored rows of any length: one pass for their statistics, then one in place.
 
 A row belongs to no program: programs reduce tiles of fixed size of parts of rows, and ``stats.merge_kernel`` puts the
 parts together, so rows may be as long as they like, and a single one uses the whole device.
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import tiles
 from .dlogits import PAD
-from .logits import grouped, logits_tile
 from .stats import MERGE_ROWS, MERGE_SPLITS, finite_or_zero, merge_kernel, rescale
 from .transform import transformed
 
@@ -24,85 +23,36 @@ PROGRAMS = 8
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
-def logits_kernel(
-    x,  # [rows, D]
-    w,  # [V, D]
+def stats_kernel(
+    product,  # [rows, V]
     bias,  # [V] or None
-    out,  # [rows, V], out
     part_max,  # [splits, rows] float32, out
     part_sum,  # [splits, rows] float32, out
     scale,
     rows,
     vocab,
-    hidden,
     splits,
     tiles_per_split,
-    x_row,
-    x_col,
-    w_row,
-    w_col,
-    x_step,
-    w_step,
+    product_row,
     TRANSFORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_VOCAB: tl.constexpr,
-    EVEN_HIDDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    BLOCK_HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    row_block, split = grouped(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), splits, GROUP)
-    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    in_rows = row < rows
-    row64 = row.to(tl.int64)
-    # Rows past the end repeat the last one, which spares every load of x a mask.
-    x_rows = tl.minimum(row, rows - 1)
-
+    row = (tl.program_id(0) // splits).to(tl.int64)
+    split = tl.program_id(0) % splits
     first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK_VOCAB))
-    m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    for tile in range(first, last):
-        col = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-        z, _slope = logits_tile(
-            x,
-            w,
-            bias,
-            scale,
-            x_rows,
-            col,
-            vocab,
-            hidden,
-            hidden,
-            x_row,
-            x_col,
-            w_row,
-            w_col,
-            x_step,
-            w_step,
-            TRANSFORM,
-            PRECISION,
-            EVEN_VOCAB,
-            EVEN_HIDDEN,
-            BLOCK_ROWS,
-            BLOCK_VOCAB,
-            BLOCK_HIDDEN,
-        )
-        # The statistics are those of what is stored: of others, probabilities could add up to more than one.
-        stored = z.to(out.dtype.element_ty)
-        tl.store(out + row64[:, None] * vocab + col[None, :], stored, mask=in_rows[:, None] & (col < vocab)[None, :])
-        z = stored.to(tl.float32)
-        if not EVEN_VOCAB:
-            z = tl.where((col < vocab)[None, :], z, float("-inf"))
+    m = float("-inf")
+    s = 0.0
+    for tile in range(first, tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK))):
+        col = tile * BLOCK + tl.arange(0, BLOCK)
+        z, _slope = finished(product + row * product_row, bias, scale, col, col < vocab, TRANSFORM)
+        z = tl.where(col < vocab, z, float("-inf"))
         # A NaN is no maximum, but makes its row's sum NaN.
-        m_new = tl.maximum(m, tl.max(z, 1))
-        s = s * rescale(m, m_new) + tl.sum(tl.exp(z - finite_or_zero(m_new)[:, None]), 1)
+        m_new = tl.maximum(m, tl.max(z, 0))
+        s = s * rescale(m, m_new) + tl.sum(tl.exp(z - finite_or_zero(m_new)), 0)
         m = m_new
-
-    part = split.to(tl.int64) * rows + row64
-    tl.store(part_max + part, m, mask=in_rows)
-    tl.store(part_sum + part, s, mask=in_rows)
+    part = split.to(tl.int64) * rows + row
+    tl.store(part_max + part, m)
+    tl.store(part_sum + part, s)
 
 
 @triton.jit
@@ -115,21 +65,26 @@ def log_softmax(z, lse, residual, row):
 
 @triton.jit
 def normalise_kernel(
-    out,  # [rows, V]: logits, overwritten with their softmax
+    out,  # [rows, V], out: the softmax; may be the same memory as
+    product,  # [rows, V]
+    bias,  # [V] or None
     lse,  # [rows] float32
     residual,  # [rows] float32
+    scale,
     vocab,
+    TRANSFORM: tl.constexpr,
     LOG: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     tile_count = tl.cdiv(vocab, BLOCK)
     row = tl.program_id(0) // tile_count
     col = tl.program_id(0) % tile_count * BLOCK + tl.arange(0, BLOCK)
-    at = out + row.to(tl.int64) * vocab + col
-    value = log_softmax(tl.load(at, mask=col < vocab).to(tl.float32), lse, residual, row)
+    start = row.to(tl.int64) * vocab
+    z, _slope = finished(product + start, bias, scale, col, col < vocab, TRANSFORM)
+    value = log_softmax(z, lse, residual, row)
     if not LOG:
         value = tl.exp(value)
-    tl.store(at, value.to(out.dtype.element_ty), mask=col < vocab)
+    tl.store(out + start + col, value.to(out.dtype.element_ty), mask=col < vocab)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
@@ -215,7 +170,7 @@ def gradient_kernel(
 @triton.jit
 def finished(product, bias, scale, col, inside, TRANSFORM: tl.constexpr):
     """The logits of a row of products, and the derivative of their transform; of 0 outside."""
-    u = tl.load(product + col, mask=inside, other=0.0)
+    u = tl.load(product + col, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         u += tl.load(bias + col, mask=inside, other=0.0).to(tl.float32)
     return transformed(u * scale, TRANSFORM)
@@ -269,52 +224,38 @@ def merge(part_max: Tensor, part_sum: Tensor) -> tuple[Tensor, Tensor]:
     return lse, residual
 
 
-def write_softmax(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str, log: bool
-) -> None:
-    """Write the softmax of the logits of ``x [N, D]`` and ``weight [V, D]``, or its logarithm, into ``out [N, V]``.
-
-    ``x`` and ``weight`` may have any strides; ``out`` (float32 or of 16 bits) and ``bias [V]`` are contiguous. N is not
-    0.
-    """
-    (rows, hidden), vocab = x.shape, weight.shape[0]
-    shape = tiles.tile(x, weight)
-    row_blocks, vocab_tiles = triton.cdiv(rows, shape.rows), triton.cdiv(vocab, shape.vocab)
-    each = tiles.tiles_per_split(row_blocks, vocab_tiles, tiles.machine(x.device).processors)
-    splits = triton.cdiv(vocab_tiles, each)
-    part_max, part_sum = torch.empty((2, splits, rows), dtype=torch.float32, device=x.device).unbind()
-    logits_kernel[(row_blocks * splits,)](
-        x,
-        weight,
+def row_stats(product: Tensor, bias: Tensor | None, scale: float, transform: str) -> tuple[Tensor, Tensor]:
+    """``lse`` and ``residual [C]`` of whole rows ``product [C, V]``, with unit column stride; C is not 0."""
+    rows, vocab = product.shape
+    splits, each = divided(rows, vocab, product.device)
+    parts = torch.empty((2, splits, rows), dtype=torch.float32, device=product.device)
+    stats_kernel[(rows * splits,)](
+        product,
         bias,
-        out,
-        part_max,
-        part_sum,
+        *parts.unbind(),
         scale,
         rows,
         vocab,
-        hidden,
         splits,
         each,
-        *x.stride(),
-        *weight.stride(),
-        shape.hidden * x.stride(1),
-        shape.hidden * weight.stride(1),
+        product.stride(0),
         TRANSFORM=transform,
-        PRECISION=tiles.dot_precision(x.dtype),
-        EVEN_VOCAB=vocab % shape.vocab == 0,
-        EVEN_HIDDEN=hidden % shape.hidden == 0,
-        BLOCK_ROWS=shape.rows,
-        BLOCK_VOCAB=shape.vocab,
-        BLOCK_HIDDEN=shape.hidden,
-        GROUP=tiles.GROUP,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        BLOCK=block(product.device),
+        num_warps=4,
     )
-    lse, residual = merge(part_max, part_sum)
-    length = block(x.device)
+    return merge(*parts.unbind())
+
+
+def write_softmax(out: Tensor, product: Tensor, bias: Tensor | None, scale: float, transform: str, log: bool) -> None:
+    """Write the softmax of logits, or its logarithm, into ``out [N, V]``, which may be the ``product`` of them.
+
+    Both (float32 or of 16 bits) and ``bias [V]`` are contiguous. N is not 0.
+    """
+    rows, vocab = out.shape
+    lse, residual = row_stats(product, bias, scale, transform)
+    length = block(out.device)
     normalise_kernel[(rows * triton.cdiv(vocab, length),)](
-        out, lse, residual, vocab, LOG=log, BLOCK=length, num_warps=4
+        out, product, bias, lse, residual, scale, vocab, TRANSFORM=transform, LOG=log, BLOCK=length, num_warps=4
     )
 
 

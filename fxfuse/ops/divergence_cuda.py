@@ -96,7 +96,8 @@ def linear_divergence(
             input, weight, bias, scale, teacher_input, teacher_weight, teacher_bias, teacher_scale,
             transform=transform, teacher_transform=teacher_transform, memory=memory,
         )  # fmt: skip
-    from ..kernels.divergence import Logits, divergences, row_stats
+    from ..kernels.divergence import Logits, divergences
+    from ..kernels.softmax import row_stats
 
     student = _Head.of(input, weight, bias, scale, transform)
     teacher = _Head.of(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
