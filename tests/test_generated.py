@@ -80,7 +80,8 @@ def see(program: Callable[[World], Any], world: World) -> Seen:
     if differentiable:
         # Distinct upstream gradients, so that a swapped or dropped one shows.
         upstream = [
-            torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view(o.shape) + i for i, o in enumerate(differentiable)
+            torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype, device=o.device).view(o.shape) + i
+            for i, o in enumerate(differentiable)
         ]
         gradients = list(torch.autograd.grad(differentiable, world.leaves(), upstream, allow_unused=True))
     # Not before: what is deferred should be so in the backward.
