@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dlogits import PAD
-from .softmax import block, divided, finished, log_softmax
+from .softmax import OPTIONS, block, divided, finished, log_softmax
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
@@ -165,7 +165,7 @@ def divergences(student: Logits, teacher: Logits) -> tuple[Tensor, Tensor]:
         TRANSFORM=student.transform,
         TEACHER_TRANSFORM=teacher.transform,
         BLOCK=block(student.product.device),
-        num_warps=4,
+        **OPTIONS,
     )
     kl, cross_entropy = parts.sum(1).unbind()
     return kl, cross_entropy
@@ -218,5 +218,5 @@ def write_gradients(
         TRANSFORM=student.transform,
         TEACHER_TRANSFORM=teacher.transform,
         BLOCK=length,
-        num_warps=4,
+        **OPTIONS,
     )

@@ -16,6 +16,9 @@ from .dlogits import PAD
 from .stats import MERGE_ROWS, MERGE_SPLITS, finite_or_zero, merge_kernel, rescale
 from .transform import transformed
 
+# The logits must be the same numbers in every kernel that reads them: a product that is not rounded before it is added
+# to, as fused operations have it, is another number, and a log-probability came out above 0.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # Elements of a row in one step of a program that multiplies nothing.
 BLOCK, INTERPRETED_BLOCK = 2048, 64
 # Programs for each processor, among which a pass over few rows is divided.
@@ -57,10 +60,11 @@ def stats_kernel(
 
 @triton.jit
 def log_softmax(z, lse, residual, row):
-    """The logarithm of the softmax; NaN in a row whose log-sum-exp is infinite, as eager has it."""
+    """The logarithm of the softmax, at most 0; NaN in a row whose log-sum-exp is infinite, as eager has it."""
     row_lse = tl.load(lse + row)
     # z - lse is exact where it matters, and only then is the residual not lost beside it.
-    return (z - (row_lse + (row_lse - row_lse))) - tl.load(residual + row)
+    value = (z - (row_lse + (row_lse - row_lse))) - tl.load(residual + row)
+    return tl.minimum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -241,7 +245,7 @@ def row_stats(product: Tensor, bias: Tensor | None, scale: float, transform: str
         product.stride(0),
         TRANSFORM=transform,
         BLOCK=block(product.device),
-        num_warps=4,
+        **OPTIONS,
     )
     return merge(*parts.unbind())
 
@@ -255,7 +259,7 @@ def write_softmax(out: Tensor, product: Tensor, bias: Tensor | None, scale: floa
     lse, residual = row_stats(product, bias, scale, transform)
     length = block(out.device)
     normalise_kernel[(rows * triton.cdiv(vocab, length),)](
-        out, product, bias, lse, residual, scale, vocab, TRANSFORM=transform, LOG=log, BLOCK=length, num_warps=4
+        out, product, bias, lse, residual, scale, vocab, TRANSFORM=transform, LOG=log, BLOCK=length, **OPTIONS
     )
 
 
@@ -269,7 +273,7 @@ def mean_and_bound(out: Tensor, g: Tensor, log: bool) -> tuple[Tensor, Tensor]:
     splits, each = divided(rows, vocab, out.device)
     parts = torch.empty((3, splits, rows), dtype=torch.float32, device=out.device)
     sums_kernel[(rows * splits,)](
-        out, g, *parts.unbind(), rows, vocab, splits, each, *g.stride(), LOG=log, BLOCK=block(out.device), num_warps=4
+        out, g, *parts.unbind(), rows, vocab, splits, each, *g.stride(), LOG=log, BLOCK=block(out.device), **OPTIONS
     )
     total, weighted = parts[:2].sum(1)
     mean = weighted / total
@@ -316,5 +320,5 @@ def write_gradient(
         TRANSFORM=transform,
         LOG=log,
         BLOCK=length,
-        num_warps=4,
+        **OPTIONS,
     )
