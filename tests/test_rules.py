@@ -100,6 +100,7 @@ def test_fused(name: str, dynamic: bool, device: str) -> None:
         assert "programs.py:" in site.where
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
 @pytest.mark.parametrize("name", IN_GRAPHS)
 def test_fused_in_little_memory(name: str, device: str) -> None:
