@@ -257,7 +257,8 @@ class Analysis:
         same_mode = self.timeline.region[node] == self.timeline.region[candidate.node]
         if not _fills_memory(target) or not same_mode or len(values) > 1:
             call.keep("mutated")
-        views = [known for known in self._values if storages(known) & storages(target)]
+        memory = storages(target)
+        views = [known for known in self._values if storages(known) & memory]
         by_numbers = not any(isinstance(example_of(arg), Tensor) for arg in node.args[1:])
         become: dict[Node, Any] = {}
         whole: Any = self._values[target]

@@ -57,7 +57,7 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
     source = readers[0].source
     prepared = operands_of(emit, source)
     if isinstance(readers[0], Whole):
-        return WHOLE, [_whole(emit, readers[0], prepared)]
+        return WHOLE, [_whole(emit, readers[0], prepared, memory)]
     if isinstance(source, Comparison):
         return _comparison(emit, readers[0], source, prepared, memory)
     if all(map(_only_sums, readers)) and not source.transform:
@@ -90,10 +90,18 @@ def class_sum(emit: Emit, operands: tuple[Handle, ...], source: ClassTensor) -> 
     return total if source.scale == 1.0 else emit(torch.mul, total, source.scale)
 
 
-def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...]) -> Handle:
+def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int) -> Handle:
     source = reader.source
     log, dtype = isinstance(source, LogProbs), source.dtype
-    out = emit(ops.linear_softmax, *operands, source.scale, log, dtype, **_options(source))
+    out = emit(
+        ops.linear_softmax,
+        *operands,
+        source.scale,
+        log,
+        dtype,
+        **_options(source),
+        **({"memory": memory} if memory else {}),
+    )
     # In the shape of the hidden states but for the last axis, which may be symbolic everywhere else.
     last = source.class_dim == len(source.shape) - 1
     rows = source.hidden_states(emit)

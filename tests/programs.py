@@ -554,6 +554,9 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "one_hot_logits": lambda s: (s.z * F.one_hot(s.y, num_classes=VOCAB)).transpose(0, 1).sum(dim=-1, keepdim=True),
     "distillation": _distillation,
     "distillation_by_rows": _distillation_by_rows,
+    "distillation_of_one_row": lambda s: F.kl_div(
+        s.zb[0, 0].log_softmax(-1), _teacher(s)[0, 0].softmax(-1), reduction="batchmean"
+    ),
     "distillation_of_deferred_logits": lambda s: F.kl_div(s.z.log_softmax(-1), s.zb.softmax(-1), reduction="none").sum(
         -1
     ),

@@ -600,7 +600,7 @@ def entropies_of_nearly_certain_and_of_far_away_logits(dtype: torch.dtype) -> No
             log_p = (F.linear(p.x.float(), p.w.float(), p.bias.float()) * scale).log_softmax(1)
             eager = -(log_p.exp() * log_p).sum(1)
             assert error(entropy, want) <= 1.5 * error(eager, want) + STATS_BOUND, (shift, scale)
-            check_gradients(p, floor=2.0)
+            check_gradients(p, floor=2.0 if HAS_GPU else 1.0)
 
 
 @case(each_dtype=True, routes=("general",))
@@ -614,7 +614,7 @@ def the_entropy_of_a_certain_class(dtype: torch.dtype) -> None:
     entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[5].double()
     want = reference.linear_stats(*p.double().operands, False, False, **BOTH)[5]
     # The sum of the exponentials is just above one: its rounding is all that may be lost.
-    assert bool((want < 0.1).all()) and float((entropy - want).abs().max()) <= 4e-7
+    assert bool((want < 0.1).all()) and float((entropy - want).abs().max()) <= (4e-7 if HAS_GPU else 2.4e-7)
     check_gradients(p)
     p.w[1:, 0] *= 4  # exponentials that vanish beside 1
     entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[5].double()

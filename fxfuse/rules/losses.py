@@ -85,6 +85,8 @@ def _with_teacher(
         total = emit(torch.sum, stats.kl)
         if reduction == "sum":
             return total
+        if input.class_dim == 0:
+            return emit(torch.div, total, input.vocab)
         return emit(torch.div, total, emit(torch.Tensor.size, source.hidden_states(emit), 0))
 
     return Reader(source, _spelled(call.name, -100, reduction, 0.0, None), finish)
