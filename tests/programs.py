@@ -421,6 +421,9 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "vocabulary_mask": _vocabulary_mask,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
+    "temperatures_in_class_dim_1": lambda s: (s.z.mT / s.x[..., 0].exp()[:, None]).logsumexp(1),
+    "slice_and_bias_in_class_dim_1": lambda s: (s.z.mT[:, 2:9] * 2 + s.b[2:9, None]).logsumexp(1),
+    "stacked_behind_the_classes": lambda s: (lambda z: torch.stack([z, z[:, :]], -1).logsumexp(2))(s.z),
     "in_place": _in_place,
     "in_place_by_tensors": _in_place_by_tensors,
     "clamped": lambda s: ce(s.z.clamp(min=-1, max=1.5), s.y) + ce(torch.clamp_min(s.z, 0.1).clamp_max(2), s.y),
@@ -554,6 +557,12 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "one_hot_logits": lambda s: (s.z * F.one_hot(s.y, num_classes=VOCAB)).transpose(0, 1).sum(dim=-1, keepdim=True),
     "distillation": _distillation,
     "distillation_by_rows": _distillation_by_rows,
+    "distillation_in_class_dim_0": lambda s: F.kl_div(
+        s.z[0].t().log_softmax(0), _teacher(s)[0].t().softmax(0), reduction="batchmean"
+    ),
+    "distillation_of_all": lambda s: F.kl_div(
+        s.z.mT.log_softmax(1), _teacher(s).mT.softmax(1), reduction="none"
+    ).mean(),
     "distillation_of_one_row": lambda s: F.kl_div(
         s.zb[0, 0].log_softmax(-1), _teacher(s)[0, 0].softmax(-1), reduction="batchmean"
     ),
