@@ -110,7 +110,7 @@ def assert_no_worse_than_eager(
     floor: float | None = None,
     times: float = 1.5,
 ) -> None:
-    """Each of ``actual`` errs at most 1.5 ``times`` as much as eager in the same dtype, or ``floor`` (``FLOORS``).
+    """Each of ``actual`` errs at most ``times`` as much as eager in the same dtype, or ``floor`` (``FLOORS``).
 
     ``exact`` is eager in float64 on the same numbers. Entries that are not finite must be the same ones, and the
     same infinities, as in ``exact``; dtypes and shapes as in ``eager``.
@@ -127,11 +127,6 @@ def assert_no_worse_than_eager(
         ours, theirs = relative_error(a[finite], x[finite]), relative_error(e[finite], x[finite])
         allowed = max(times * theirs if math.isfinite(theirs) else 0.0, FLOORS[a.dtype] if floor is None else floor)
         assert ours <= allowed, f"tensor {i}: relative error {ours:.3g}, eager's {theirs:.3g}, allowed {allowed:.3g}"
-
-
-def luck(device: str) -> float:
-    """How many times eager's error a few numbers may have: on a GPU it takes its products and sums in other orders."""
-    return 2.5 if device == "cuda" else 1.5
 
 
 def assert_raises_like(eager: Callable[[], Any], ours: Callable[[], Any]) -> Exception:

@@ -17,7 +17,6 @@ from helpers import (
     assert_no_worse_than_eager,
     doubled,
     floor,
-    luck,
     problem,
     relative_error,
     upstream,
@@ -87,7 +86,7 @@ def test_errs_no_more_than_eager(
     ours_, eager_ = (with_biases(biases, f, **options) for f in (ours, eager))
     exact = value_and_grads(eager_, *doubled(*given))
     assert_no_worse_than_eager(
-        value_and_grads(ours_, *given), value_and_grads(eager_, *given), exact, floor(shape, dtype), luck(device)
+        value_and_grads(ours_, *given), value_and_grads(eager_, *given), exact, floor(shape, dtype)
     )
 
 
@@ -205,7 +204,7 @@ def test_huge_logits(device: str, dtype: torch.dtype) -> None:
     # Gradients of the hidden states are what is left of sums of 8192 times numbers that add up to zero, some roundings
     # of which are luck; and in float64 eager is its own judge.
     allowed = {torch.float64: 1e-10, torch.float32: 4e-3}.get(dtype)
-    assert_no_worse_than_eager(actual, value_and_grads(small(plain_eager), *operands), exact, allowed, luck(device))
+    assert_no_worse_than_eager(actual, value_and_grads(small(plain_eager), *operands), exact, allowed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
@@ -280,11 +279,7 @@ def test_a_row_that_counts_for_nothing_contributes_nothing(device: str, bad: flo
     x[2], y[7] = bad, bad
     value, *grads = run(x, y, counted)
     want, *wanted = run(operands[0][counted], operands[3][counted], list(range(8)))
-    tolerance = (
-        {"rtol": 2e-2, "atol": 4e-3 if device == "cuda" else 1e-3}
-        if dtype == torch.bfloat16
-        else {"rtol": 1e-5, "atol": 1e-6}
-    )
+    tolerance = {"rtol": 2e-2, "atol": 4e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(value, want, **tolerance)
     for i, (a, e) in enumerate(zip(grads, wanted, strict=True)):
         if i in (0, 3):

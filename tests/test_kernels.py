@@ -600,7 +600,8 @@ def entropies_of_nearly_certain_and_of_far_away_logits(dtype: torch.dtype) -> No
             log_p = (F.linear(p.x.float(), p.w.float(), p.bias.float()) * scale).log_softmax(1)
             eager = -(log_p.exp() * log_p).sum(1)
             assert error(entropy, want) <= 1.5 * error(eager, want) + STATS_BOUND, (shift, scale)
-            check_gradients(p, floor=2.0 if HAS_GPU else 1.0)
+            # A logit of 200 is rounded by up to 8e-6, when the bias is added and when it is scaled.
+            check_gradients(p, floor=2)
 
 
 @case(each_dtype=True, routes=("general",))
@@ -613,8 +614,8 @@ def the_entropy_of_a_certain_class(dtype: torch.dtype) -> None:
     p.w[1:, 0] = -torch.linspace(4, 12, vocab - 1, device=DEVICE).to(dtype)
     entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[5].double()
     want = reference.linear_stats(*p.double().operands, False, False, **BOTH)[5]
-    # The sum of the exponentials is just above one: its rounding is all that may be lost.
-    assert bool((want < 0.1).all()) and float((entropy - want).abs().max()) <= (4e-7 if HAS_GPU else 2.4e-7)
+    # The sum of the exponentials is just above one: the roundings of a tree of additions are all that may be lost.
+    assert bool((want < 0.1).all()) and float((entropy - want).abs().max()) <= 4e-7
     check_gradients(p)
     p.w[1:, 0] *= 4  # exponentials that vanish beside 1
     entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[5].double()

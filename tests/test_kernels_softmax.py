@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FLOORS, LargestTensor, assert_no_worse_than_eager, doubled, luck, relative_error, upstream
+from helpers import FLOORS, LargestTensor, assert_no_worse_than_eager, doubled, relative_error, upstream
 from interpreted import DEVICE, DTYPES, HAS_GPU, Cases, interpret
 from torch import Tensor
 
@@ -30,10 +30,17 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
 
 
-def head(rows: int, hidden: int, vocab: int, dtype: torch.dtype, *, bias: bool = True) -> tuple[Tensor, ...]:
+def head(
+    rows: int, hidden: int, vocab: int, dtype: torch.dtype, *, bias: bool = True, seed: int = 0
+) -> tuple[Tensor, ...]:
     """Input and weight for logits of unit scale, and a bias or None."""
-    weight = normal(vocab, hidden, seed=1) / hidden**0.5
-    return normal(rows, hidden).to(dtype), weight.to(dtype), normal(vocab, seed=2).to(dtype) if bias else None  # type: ignore[return-value]
+    x, w, b = normal(rows, hidden, seed=seed), normal(vocab, hidden, seed=seed + 1), normal(vocab, seed=seed + 2)
+    return x.to(dtype), (w / hidden**0.5).to(dtype), b.to(dtype) if bias else None  # type: ignore[return-value]
+
+
+def together(results: Iterable[list[Tensor]]) -> list[Tensor]:
+    """What several problems returned, each tensor with its like: of a few numbers alone, errors are luck."""
+    return [torch.cat([one.flatten() for one in alike]) for alike in zip(*results, strict=True)]
 
 
 def logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, transform: str) -> Tensor:
@@ -71,8 +78,7 @@ def eager_softmax(
 
 
 def check_softmax(
-    operands: tuple[Any, ...],
-    *,
+    *problems: tuple[Any, ...],
     scale: float = 0.7,
     transforms: tuple[str, ...] = ("", SOFTCAP),
     results: tuple[torch.dtype, ...] = (),
@@ -80,20 +86,21 @@ def check_softmax(
     floor: float = 0.0,
     memory: int = 0,
 ) -> None:
-    dtype = operands[0].dtype
+    x, w, _ = problems[0]
+    dtype = x.dtype
     for result in results or {torch.float32, dtype}:
         for transform in transforms:
             for log in (False, True):
-                shape = operands[0].new_empty((operands[0].shape[0], operands[1].shape[0]), dtype=result)
+                shape = x.new_empty((x.shape[0], w.shape[0]), dtype=result)
                 up = upstream(shape) if g is None else g.to(result)
-                exact = eager_softmax(doubled(*operands), scale, log, torch.float64, transform, up)
-                actual = softmax_and_gradients(operands, scale, log, result, transform, up, memory)
-                eager = eager_softmax(operands, scale, log, result, transform, up)
+                how = scale, log, result, transform, up
+                in_double = scale, log, torch.float64, transform, up
+                exact = together(eager_softmax(doubled(*operands), *in_double) for operands in problems)
+                actual = together(softmax_and_gradients(operands, *how, memory) for operands in problems)
+                eager = together(eager_softmax(operands, *how) for operands in problems)
                 at_least = max(floor, FLOORS[result], 2e-6)
-                assert_no_worse_than_eager(actual[:1], eager[:1], exact[:1], at_least, times=luck(DEVICE))
-                assert_no_worse_than_eager(
-                    actual[1:], eager[1:], exact[1:], max(at_least, FLOORS[dtype]), times=luck(DEVICE)
-                )
+                assert_no_worse_than_eager(actual[:1], eager[:1], exact[:1], at_least)
+                assert_no_worse_than_eager(actual[1:], eager[1:], exact[1:], max(at_least, FLOORS[dtype]))
 
 
 @case(each_dtype=True)
@@ -116,8 +123,8 @@ def softmax_of_one_long_row(dtype: torch.dtype) -> None:
 @case(each_dtype=True)
 def softmax_of_tiny_sizes(dtype: torch.dtype) -> None:
     for shape in ((1, 1, 1), (2, 1, 3), (1, 5, 2), (17, 16, 33), (40, 48, 1)):
-        # With one class every gradient is zero, so that the error is absolute; and few roundings are much luck.
-        check_softmax(head(*shape, dtype), floor=2 * max(FLOORS[dtype], 4e-6))
+        # With one class every gradient is zero, so that the error is absolute.
+        check_softmax(*(head(*shape, dtype, seed=seed) for seed in range(0, 80, 10)))
 
 
 @case(each_dtype=True)
@@ -135,7 +142,7 @@ def softmax_of_any_layout(dtype: torch.dtype) -> None:
     sliced = torch.stack((x, x + 1), 2)[:, :, 0], torch.cat((w, w), 1)[:, :hidden], torch.stack((b, b), 1)[:, 1]
     check_softmax(sliced, g=torch.stack((g, g), 2)[:, :, 1], **plain)
     moved = x[:1].expand(rows, hidden), w, torch.cat((b[:1], b))[1:]
-    check_softmax(moved, g=normal(rows, 1).expand(rows, vocab), **plain)
+    check_softmax(moved, g=normal(1, vocab).expand(rows, vocab), **plain)
 
 
 @case(each_dtype=True)
@@ -149,7 +156,7 @@ def softmax_of_masked_classes(dtype: torch.dtype) -> None:
         out, d_x, d_w, d_b = softmax_and_gradients((x, w, b), 1.0, log, torch.float32, "", g)
         exact = eager_softmax(doubled(x, w, b), 1.0, log, torch.float64, "", g)
         eager = eager_softmax((x, w, b), 1.0, log, torch.float32, "", g)
-        assert_no_worse_than_eager([out, d_x, d_w, d_b], eager, exact, max(2e-6, FLOORS[dtype]), times=luck(DEVICE))
+        assert_no_worse_than_eager([out, d_x, d_w, d_b], eager, exact, max(2e-6, FLOORS[dtype]))
 
 
 @case(each_dtype=True)
@@ -320,11 +327,18 @@ def softmax_past_31_bits() -> None:
 
 
 def two_heads(
-    rows: int, hidden: int, vocab: int, dtype: torch.dtype, *, bias: bool = True, teacher_dtype: Any = None
+    rows: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    *,
+    bias: bool = True,
+    teacher_dtype: Any = None,
+    seed: int = 0,
 ) -> tuple[Any, ...]:
     """A student and a teacher with other and more hidden units."""
-    x, w, b = head(rows, hidden, vocab, dtype, bias=bias)
-    y, v, c = head(rows, 2 * hidden + 3, vocab, teacher_dtype or dtype, bias=bias)
+    x, w, b = head(rows, hidden, vocab, dtype, bias=bias, seed=seed)
+    y, v, c = head(rows, 2 * hidden + 3, vocab, teacher_dtype or dtype, bias=bias, seed=seed)
     return x, w, b, 0.7, y, v, c, -1.3
 
 
@@ -349,18 +363,18 @@ def eager_divergence(
 
 
 def check_divergence(
-    args: tuple[Any, ...], *, floor: float = 0.0, memory: int = 0, softcaps: tuple[bool, ...] = (False, True)
+    *problems: tuple[Any, ...], floor: float = 0.0, memory: int = 0, softcaps: tuple[bool, ...] = (False, True)
 ) -> None:
-    rows = args[0].shape[0]
+    rows = problems[0][0].shape[0]
     # A float32 vector for each of the two, of both signs.
     g = [normal(rows, seed=3), normal(rows, seed=4) + 0.5]
     for softcap in softcaps:
         options = {"transform": SOFTCAP, "teacher_transform": "tanh mul:2.0"} if softcap else {}
-        exact = eager_divergence(doubled(*args), g, **options)
-        actual = divergence_and_gradients(args, g, memory, **options)
-        eager = eager_divergence(args, g, **options)
+        exact = together(eager_divergence(doubled(*args), g, **options) for args in problems)
+        actual = together(divergence_and_gradients(args, g, memory, **options) for args in problems)
+        eager = together(eager_divergence(args, g, **options) for args in problems)
         for a, e, x in zip(actual, eager, exact, strict=True):
-            assert_no_worse_than_eager([a], [e], [x], max(floor, 2e-6, FLOORS[a.dtype]), times=luck(DEVICE))
+            assert_no_worse_than_eager([a], [e], [x], max(floor, 2e-6, FLOORS[a.dtype]))
 
 
 @case(each_dtype=True)
@@ -390,7 +404,7 @@ def divergence_of_one_long_row(dtype: torch.dtype) -> None:
 @case(each_dtype=True)
 def divergence_of_tiny_sizes(dtype: torch.dtype) -> None:
     for shape in ((2, 1, 3), (1, 5, 2), (17, 16, 33)):
-        check_divergence(two_heads(*shape, dtype), floor=2 * max(FLOORS[dtype], 4e-6))
+        check_divergence(*(two_heads(*shape, dtype, seed=seed) for seed in range(0, 80, 10)))
     args = two_heads(40, 48, 1, dtype)
     out = divergence_and_gradients(args, [normal(40), normal(40)])
     assert all(float(t.abs().max()) < 1e-5 for t in out)
@@ -408,16 +422,21 @@ def divergence_of_any_layout(dtype: torch.dtype) -> None:
     transposed = w.t().contiguous().t(), b, scale, y, v.t().contiguous().t(), c, teacher_scale
     check_divergence((x, *transposed))
     sliced = torch.stack((x, x + 1), 2)[:, :, 0], torch.cat((w, w), 1)[:, :hidden], torch.stack((b, b), 1)[:, 1]
-    check_divergence((*sliced, scale, y[:1].expand(y.shape), v, torch.cat((c[:1], c))[1:], teacher_scale))
+    # The rounding of the teacher's one log-sum-exp, up to 5e-7, is in every divergence, which are about 0.3.
+    one_row = y[:1].expand(y.shape), v, torch.cat((c[:1], c))[1:], teacher_scale
+    check_divergence((*sliced, scale, *one_row), floor=4e-6)
 
 
 @case(each_dtype=True)
 def a_student_close_to_its_teacher(dtype: torch.dtype) -> None:
     rows, hidden, vocab = sizes((512, 256, 8191), (40, 16, 70))
-    x, w, b = head(rows, hidden, vocab, dtype)
     for distance in (1e-1, 1e-3):
-        near = (w.float() + normal(vocab, hidden, seed=9) * distance / hidden**0.5).to(dtype)
-        check_divergence((x, near, b, 1.0, x.clone(), w, b.clone(), 1.0), softcaps=(False,))
+        problems = []
+        for seed in range(0, 40, 10):
+            x, w, b = head(rows, hidden, vocab, dtype, seed=seed)
+            near = (w.float() + normal(vocab, hidden, seed=seed + 9) * distance / hidden**0.5).to(dtype)
+            problems.append((x, near, b, 1.0, x.clone(), w, b.clone(), 1.0))
+        check_divergence(*problems, softcaps=(False,))
     kl = divergence_cuda.linear_divergence(x, w, b, 1.0, x, w, b, 1.0)[0]
     assert not kl.any()
 
@@ -474,8 +493,8 @@ def divergence_of_huge_logits(dtype: torch.dtype) -> None:
     answers = [f(a, g) for f, a in ((divergence_and_gradients, args), (eager_divergence, args))]
     exact = eager_divergence(doubled(*args), g)
     # Gradients of the hidden states are sums of 8192 times numbers that add up to zero: some roundings are luck.
-    assert_no_worse_than_eager(*answers, exact, 6e-3, times=luck(DEVICE))
-    assert_no_worse_than_eager(*(one[:2] for one in answers), exact[:2], 2e-6, times=luck(DEVICE))
+    assert_no_worse_than_eager(*answers, exact, 6e-3)
+    assert_no_worse_than_eager(*(one[:2] for one in answers), exact[:2], 2e-6)
 
 
 @case(each_dtype=True)

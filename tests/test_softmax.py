@@ -17,7 +17,6 @@ from helpers import (
     assert_no_worse_than_eager,
     doubled,
     floor,
-    luck,
     problem,
     relative_error,
     upstream,
@@ -65,12 +64,10 @@ def test_errs_no_more_than_eager(
     device: str, shape: tuple[int, int, int], dtype: torch.dtype, softcap: bool, log: bool
 ) -> None:
     p = problem(*shape, dtype, device)
-    # Triton's tanh is good to three units in the last place, which sums over a vocabulary show.
-    rounding = 2e-5 if softcap and device == "cuda" and dtype == torch.float32 else 0.0
     for operands in ((p.input, p.weight, p.bias), (p.input, p.weight)):
         exact = value_and_grads(eager(log, torch.float64, 0.5, softcap), *doubled(*operands))
         actual, expected = (value_and_grads(f(log, dtype, 0.5, softcap), *operands) for f in (ours, eager))
-        assert_no_worse_than_eager(actual, expected, exact, max(floor(shape, dtype), rounding), luck(device))
+        assert_no_worse_than_eager(actual, expected, exact, floor(shape, dtype))
 
 
 @LOG
@@ -115,7 +112,7 @@ def test_huge_logits(device: str, dtype: torch.dtype, log: bool) -> None:
     # Gradients of the hidden states are what is left of sums of 8192 times numbers that add up to zero, some roundings
     # of which are luck; and in float64 eager is its own judge.
     allowed = {torch.float64: 1e-10, torch.float32: 4e-3}.get(dtype)
-    assert_no_worse_than_eager(actual, expected, exact, allowed, luck(device))
+    assert_no_worse_than_eager(actual, expected, exact, allowed)
 
 
 def test_a_nearly_certain_class_keeps_its_log_probability(device: str) -> None:

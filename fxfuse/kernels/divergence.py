@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dlogits import PAD
+from .exponential import exponential
 from .softmax import OPTIONS, block, divided, finished, log_softmax
 
 
@@ -55,7 +56,7 @@ def divergence_kernel(
         )
         log_q = log_softmax(z, lse, residual, row)
         log_p = log_softmax(y, teacher_lse, teacher_residual, row)
-        p = tl.exp(log_p)
+        p = exponential(log_p)
         counts = inside & (p != 0)
         kl += tl.where(counts, p * (log_p - log_q), 0.0)
         cross_entropy -= tl.where(counts, p * log_q, 0.0)
@@ -104,14 +105,14 @@ def gradients_kernel(
     )
     log_q = log_softmax(z, lse, residual, row)
     log_p = log_softmax(y, teacher_lse, teacher_residual, row)
-    p = tl.exp(log_p)
+    p = exponential(log_p)
     row_g_kl = tl.load(g_kl + row)
     row_g_cross_entropy = tl.load(g_cross_entropy + row)
     # An idle row is zero even if its logits are not finite.
     active = (row_g_kl != 0) | (row_g_cross_entropy != 0)
     # The padding is written too: a mask at an odd W would break the stores into single elements.
     if dz is not None:
-        d = (row_g_kl + row_g_cross_entropy) * (tl.exp(log_q) - p) * slope
+        d = (row_g_kl + row_g_cross_entropy) * (exponential(log_q) - p) * slope
         if factor is not None:
             scale = scale * tl.load(factor)
         d = tl.where(active, d * scale, 0.0)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
+from .exponential import exponential
 from .logits import grouped, logits_tile
 
 # Elements to which the rows of the gradient's buffer are padded: Triton stores whole vectors only along strides that
@@ -103,7 +104,8 @@ def dlogits_kernel(
     if g_entropy is not None:
         row_entropy = tl.load(entropy + row, mask=in_rows, other=0.0)
         g = g - row_g_entropy[:, None] * (log_p + row_entropy[:, None])
-    g = g * tl.exp(log_p)
+    # 16 bits hold fewer digits than tl.exp gives, in fewer instructions.
+    g = g * (exponential(log_p) if dz.dtype.element_ty == tl.float32 else tl.exp(log_p))
     for k in range(indexed):
         at = row64 * indexed + k
         local = tl.load(index + at, mask=in_rows, other=-1) - first_class - tile_start

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import tiles
 from .dlogits import PAD
+from .exponential import exponential
 from .stats import MERGE_ROWS, MERGE_SPLITS, finite_or_zero, merge_kernel, rescale
 from .transform import transformed
 
@@ -87,7 +88,7 @@ def normalise_kernel(
     z, _slope = finished(product + start, bias, scale, col, col < vocab, TRANSFORM)
     value = log_softmax(z, lse, residual, row)
     if not LOG:
-        value = tl.exp(value)
+        value = exponential(value)
     tl.store(out + start + col, value.to(out.dtype.element_ty), mask=col < vocab)
 
 
@@ -119,7 +120,7 @@ def sums_kernel(
         p = tl.load(out + row * vocab + col, mask=inside, other=float("-inf") if LOG else 0.0).to(tl.float32)
         their_g = tl.load(g + row * g_row + col.to(tl.int64) * g_col, mask=inside, other=0.0).to(tl.float32)
         if LOG:
-            p = tl.exp(p)
+            p = exponential(p)
             weighted += their_g
         else:
             weighted += p * their_g
@@ -161,7 +162,7 @@ def gradient_kernel(
     p = tl.load(out + row * vocab + at, mask=inside, other=0.0).to(tl.float32)
     their_g = tl.load(g + row * g_row + at.to(tl.int64) * g_col, mask=inside, other=0.0).to(tl.float32)
     row_mean = tl.load(mean + row)
-    d = their_g - tl.exp(p) * row_mean if LOG else p * (their_g - row_mean)
+    d = their_g - exponential(p) * row_mean if LOG else p * (their_g - row_mean)
     if product is not None:
         _z, slope = finished(product + row * product_row, bias, scale, col, inside, TRANSFORM)
         d *= slope
