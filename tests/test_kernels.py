@@ -600,8 +600,8 @@ def entropies_of_nearly_certain_and_of_far_away_logits(dtype: torch.dtype) -> No
             log_p = (F.linear(p.x.float(), p.w.float(), p.bias.float()) * scale).log_softmax(1)
             eager = -(log_p.exp() * log_p).sum(1)
             assert error(entropy, want) <= 1.5 * error(eager, want) + STATS_BOUND, (shift, scale)
-            # A logit of 200 is rounded by up to 8e-6, when the bias is added and when it is scaled.
-            check_gradients(p, floor=2)
+            # Logits of 260 are rounded by up to 1.5e-5: a few of them make the largest error of a gradient.
+            check_gradients(p, floor=5 if shift else 1)
 
 
 @case(each_dtype=True, routes=("general",))
