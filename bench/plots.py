@@ -74,18 +74,45 @@ def logprobs(data: dict[str, Any], to: Path) -> None:
     plt.close(figure)
 
 
+def step(data: dict[str, Any], to: Path) -> None:
+    """Tokens a second and peak memory over the batch, and the largest batch of each implementation."""
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6))
+    names = list(dict.fromkeys(row["implementation"] for row in data["rows"]))
+    for name in names:
+        rows = sorted((r for r in data["rows"] if r["implementation"] == name and r["tok/s"]), key=lambda r: r["batch"])
+        look = {"marker": MARKERS[names.index(name) % len(MARKERS)], "color": COLOURS.get(name), "label": name}
+        for axis, quantity, scale in ((axes[0], "tok/s", 1e-3), (axes[1], "GiB", 1)):
+            axis.plot([row["batch"] for row in rows], [row[quantity] * scale for row in rows], **look)
+        most = max((row["batch"] for row in rows), default=0)
+        bar = axes[2].barh(name, most, color=axes[0].lines[-1].get_color())
+        axes[2].bar_label(bar, padding=3)
+    axes[0].set(xlabel="batch", ylabel="thousand tokens a second", ylim=(0, None))
+    axes[1].set(xlabel="batch", ylabel="peak memory, GiB", ylim=(0, None))
+    axes[2].set(xlabel="largest batch that ran")
+    axes[2].invert_yaxis()
+    axes[2].margins(x=0.15)
+    for axis in axes[:2]:
+        axis.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=9)
+    figure.suptitle(f"A training step of {data.get('model', 'llama')}, {data['device']}")
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(to, dpi=150)
+    plt.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where head-*.json and logprobs-*.json are")
+    parser.add_argument("folder", type=Path, help="where head-*.json, logprobs-*.json and step-*.json are")
     args = parser.parse_args()
     drawn = 0
-    for kind, draw in (("head", head), ("logprobs", logprobs)):
+    for kind, draw in (("head", head), ("logprobs", logprobs), ("step", step)):
         for file in sorted(args.folder.glob(f"{kind}-*.json")):
             draw(json.loads(file.read_text()), file.with_suffix(".png"))
             print(file.with_suffix(".png"))
             drawn += 1
     if not drawn:
-        print(f"{args.folder}: no head-*.json and no logprobs-*.json", file=sys.stderr)
+        print(f"{args.folder}: no head-*.json, logprobs-*.json or step-*.json", file=sys.stderr)
     return 0 if drawn else 1
 
 

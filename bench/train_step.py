@@ -1,52 +1,116 @@
-"""Tokens a second and peak memory of a whole training step of a transformers model, in an unmodified loop.
+"""Tokens a second, peak memory and the largest batch of a training step of a transformers model, in a plain loop.
 
-    python bench/train_step.py                                     # a Llama of 1.24 B parameters on the GPU
-    python bench/train_step.py --batch 16 32 --only inductor fxfuse --json step.json
+    python bench/train_step.py                                     # Llama 3.2 of 1.24 B parameters, on the GPU
+    python bench/train_step.py --model qwen2.5-0.5b --largest      # also: how large a batch fits
     python bench/train_step.py --model gpt2 --set n_layer=2 --batch 4 --length 256 --device cpu --dtype float32
 
 A step is ``out = model(input_ids=ids, labels=ids); out.loss.backward(); opt.step(); opt.zero_grad()`` with a fused
-AdamW. Weights are random and the tokens too: neither changes the time. ``tok/s`` is of the median step after two that
-warm up; ``first`` is the first step, compilation included; ``GiB`` is the peak of allocated memory, weights and
-optimizer included; the loss of the last step shows that all compute the same.
+AdamW. Weights are random and the tokens too: neither changes the time. MODEL is one of the names below, a model type
+of transformers (its default sizes; nothing is downloaded), or what ``AutoConfig.from_pretrained`` takes.
+
+Each implementation runs in a process of its own. ``tok/s`` is of the median step after two that warm up, and
+``spread`` the range over the median; ``first s`` the first step, compilation included; ``GiB`` the peak of allocated
+memory, weights and optimizer included; the loss of the last step shows that all compute the same (but for dropout).
+With --largest, batches are tried until the largest that fits is known to one part in 16: it ran, and that much more
+did not.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import gc
+import importlib.util
 import json
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from head import command, reset_resident_peak, resident_mib
 from tabulate import tabulate
 from tqdm import tqdm
 
-LLAMA = {
-    **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
-    **{"max_position_embeddings": 8192, "rope_theta": 500000.0},
+# Sizes as published in the models' own configurations.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        "type": "llama",
+        **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
+        **{"max_position_embeddings": 8192, "rope_theta": 500000.0},
+    },
+    "qwen2.5-0.5b": {
+        "type": "qwen2",
+        **{"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+        **{"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    },
+    "gemma-2-2b": {
+        "type": "gemma2",
+        **{"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    },
+    "gpt2": {"type": "gpt2"},
 }
-COMPILERS: dict[str, Callable[[torch.nn.Module], None]] = {
+WARM_UP = 2
+
+
+# --- what is measured -------------------------------------------------------------------------------------------
+
+
+def liger(model: torch.nn.Module) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model)
+
+
+def liger_compiled(model: torch.nn.Module) -> None:
+    liger(model)
+    model.compile(dynamic=False)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[torch.nn.Module], None]] = {
     "eager": lambda model: None,
     "inductor": lambda model: model.compile(dynamic=False),
+    "Liger-Kernel": liger,
+    "Liger-Kernel + inductor": liger_compiled,
     "fxfuse": lambda model: model.compile(backend="fxfuse", dynamic=False),
 }
 
 
+def installed() -> list[str]:
+    """The implementations that can run here."""
+    no_liger = importlib.util.find_spec("liger_kernel") is None
+    return [name for name in IMPLEMENTATIONS if not (no_liger and name.startswith("Liger"))]
+
+
+@functools.cache
+def config(name: str, sizes: tuple[str, ...]) -> Any:
+    import transformers
+
+    given = {key: json.loads(value) for key, _, value in (item.partition("=") for item in sizes)}
+    known = dict(MODELS.get(name, {}))
+    kind = known.pop("type", name)
+    try:
+        made = transformers.AutoConfig.for_model(kind, **known, **given)
+    except ValueError:
+        made = transformers.AutoConfig.from_pretrained(name, **given)
+    return made
+
+
 def make(args: argparse.Namespace) -> torch.nn.Module:
     """The model with random weights, made where it will run."""
-    sizes: dict[str, Any] = dict(LLAMA) if args.model == "llama" else {}
-    sizes |= {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.set)}
-    config = transformers.AutoConfig.for_model(args.model, **sizes)
+    import transformers
+
     torch.manual_seed(0)
     with torch.device(args.device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
+        model = transformers.AutoModelForCausalLM.from_config(
+            config(args.model, tuple(args.set)), dtype=getattr(torch, args.dtype)
+        )
     model.config.use_cache = False
     return model.train()
 
@@ -57,68 +121,165 @@ def sync(device: str) -> None:
 
 
 def measure(name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One row: an implementation at a batch size."""
+    """One row: an implementation at a batch size. ``tok/s`` is None where memory does not suffice."""
     torch._dynamo.reset()
     gc.collect()
-    row: dict[str, Any] = {"implementation": name, "batch": batch}
+    row: dict[str, Any] = {"implementation": name, "batch": batch, "tok/s": None}
     if args.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
         reset_resident_peak()
-    try:
-        model = make(args)
-        COMPILERS[name](model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        generator = torch.Generator(args.device).manual_seed(1)
-        vocab = model.config.get_text_config().vocab_size
-        ids = torch.randint(vocab, (batch, args.length), generator=generator, device=args.device)
-        times = []
-        for _ in range(args.steps + 2):
-            start = time.perf_counter()
-            out = model(input_ids=ids, labels=ids)
-            out.loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            sync(args.device)
-            times.append(time.perf_counter() - start)
-        row["tok/s"] = round(batch * args.length / statistics.median(times[2:]))
-        row["spread"] = round((max(times[2:]) - min(times[2:])) / statistics.median(times[2:]), 3)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        times, loss = steps(name, batch, args)
+        median = statistics.median(times[WARM_UP:])
+        row["tok/s"] = round(batch * args.length / median)
+        row["spread"] = round((max(times[WARM_UP:]) - min(times[WARM_UP:])) / median, 3)
         row["first s"] = round(times[0], 1)
-        row["loss"] = round(float(out.loss), 4)
-        row["GiB"] = round(
-            torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else resident_mib("VmHWM") / 2**10, 1
-        )
-    except torch.OutOfMemoryError:
-        row["tok/s"] = "out of memory"
+        row["loss"] = round(loss, 4)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else resident_mib("VmHWM") / 2**10
+        row["GiB"] = round(peak, 1)
     return row
 
 
-def main() -> int:
+def steps(name: str, batch: int, args: argparse.Namespace) -> tuple[list[float], float]:
+    """The seconds of each step, and the last loss."""
+    model = make(args)
+    IMPLEMENTATIONS[name](model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    generator = torch.Generator(args.device).manual_seed(1)
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab, (batch, args.length), generator=generator, device=args.device)
+    times = []
+    for _ in range(WARM_UP + args.steps):
+        start = time.perf_counter()
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync(args.device)
+        times.append(time.perf_counter() - start)
+    return times, float(out.loss.detach())
+
+
+# --- which batches ----------------------------------------------------------------------------------------------
+
+
+def rows(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What one implementation does at each batch that was asked for, and, with --largest, around the largest."""
+    tried: dict[int, dict[str, Any]] = {}
+    for batch in args.batch:
+        tried[batch] = measure(name, batch, args)
+        yield tried[batch]
+    while args.largest and (batch := next_batch(tried, torch.cuda.mem_get_info()[1] / 2**30)):
+        tried[batch] = measure(name, batch, args)
+        yield tried[batch]
+
+
+def next_batch(tried: dict[int, dict[str, Any]], total: float) -> int:
+    """The batch to try next on a device of ``total`` GiB; 0 when the largest that fits is known to one part in 16."""
+    fits = sorted(batch for batch, row in tried.items() if row["tok/s"] is not None)
+    least_that_fails = min((batch for batch, row in tried.items() if row["tok/s"] is None), default=None)
+    if not fits:
+        return min(tried) // 2
+    most = fits[-1]
+    step = max(1, most // 16)
+    if least_that_fails is not None and least_that_fails <= most + step:
+        return 0
+    if len(fits) < 2:
+        guess = 2 * most
+    else:  # memory grows linearly with the batch
+        few, gib, more_gib = fits[0], tried[fits[0]]["GiB"], tried[most]["GiB"]
+        each = max((more_gib - gib) / (most - few), 1e-3)
+        guess = most + int((total - more_gib) / each) // step * step
+    highest = 4 * most if least_that_fails is None else least_that_fails - step
+    return max(most + step, min(guess, highest))
+
+
+def largest(found: list[dict[str, Any]], name: str) -> int | None:
+    """The largest batch of an implementation that ran, if a larger one did not."""
+    ran = [row["batch"] for row in found if row["implementation"] == name and row["tok/s"] is not None]
+    failed = any(row["implementation"] == name and row["tok/s"] is None for row in found)
+    return max(ran) if ran and failed else None
+
+
+# --- all implementations ----------------------------------------------------------------------------------------
+
+
+def work(name: str, args: argparse.Namespace, results: Any) -> None:
+    """Measure one implementation, in a process of its own: Liger-Kernel patches modules for good."""
+    for row in rows(name, args):
+        results.put(row)
+    results.put(None)
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every row, as it comes."""
+    context = multiprocessing.get_context("spawn")
+    for name in args.only:
+        results = context.SimpleQueue()
+        process = context.Process(target=work, args=(name, args, results))
+        process.start()
+        while not (died := results.empty() and not process.is_alive()):
+            if results.empty():
+                time.sleep(0.1)
+            elif (row := results.get()) is None:
+                break
+            else:
+                yield row
+        process.join()
+        if died:
+            print(f"{name} ended with exit status {process.exitcode}", file=sys.stderr)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama", help="a model type of transformers; llama is of 1.24 B parameters")
+    parser.add_argument("--model", default="llama-3.2-1b", help=f"{', '.join(MODELS)}, or see above")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="sizes of the model, as in its config"
     )
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--largest", action="store_true", help="find the largest batch that fits, too (on a GPU)")
     parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=6, help="steps that are measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", nargs="*", choices=COMPILERS, default=list(COMPILERS))
-    parser.add_argument("--json", metavar="FILE", help="write the rows there, as they come")
+    parser.add_argument("--only", nargs="*", choices=IMPLEMENTATIONS, default=installed())
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as they come")
     args = parser.parse_args()
+    if args.largest and args.device != "cuda":
+        parser.error("--largest needs a GPU: memory of a CPU does not end at once")
+    if min(args.batch) < 1 or args.length < 1 or args.steps < 1:
+        parser.error("--batch, --length and --steps must be at least 1")
+    try:
+        longest = getattr(config(args.model, tuple(args.set)).get_text_config(), "max_position_embeddings", args.length)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {args.model}: {str(error).splitlines()[0]}")
+    if args.length > longest:
+        parser.error(f"--length: {args.model} has {longest} positions")
+    return args
+
+
+def main() -> int:
+    args = parse()
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    rows: list[dict[str, Any]] = []
-    for name, batch in tqdm([(n, b) for b in args.batch for n in args.only], desc="steps", file=sys.stderr):
-        rows.append(measure(name, batch, args))
-        if args.json:
-            with open(args.json, "w") as file:
-                about = {"command": command(), "device": device, "torch": torch.__version__}
-                json.dump({**about, "rows": rows}, file, indent=1)
+    about = {"command": command(), "model": args.model, "device": device, "torch": torch.__version__}
+    found: list[dict[str, Any]] = []
+    with tqdm(total=len(args.only) * len(args.batch), desc="batches", unit="batch") as bar:
+        for row in measured(args):
+            found.append(row)
+            bar.total = max(bar.total, len(found))
+            bar.set_postfix_str(f"{row['implementation']}, batch {row['batch']}")
+            bar.update()
+            if args.json:
+                args.json.write_text(json.dumps({**about, "rows": found}, indent=1))
     print(f"{args.model}, {args.length} tokens a sequence, {args.dtype}, {device}, torch {torch.__version__}\n")
-    print(tabulate(rows, headers="keys"))
-    return 0
+    found.sort(key=lambda row: (row["batch"], args.only.index(row["implementation"])))
+    print(tabulate([{**row, "tok/s": row["tok/s"] or "out of memory"} for row in found], headers="keys"))
+    if args.largest:
+        print("\nlargest batch that fits")
+        print(tabulate([[name, largest(found, name)] for name in args.only], missingval="not found"))
+    return 0 if found else 1
 
 
 if __name__ == "__main__":
