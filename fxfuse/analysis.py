@@ -41,7 +41,7 @@ class Candidate:
         readers: the nodes that return what was read of the logits.
         derived: described nodes, in graph order, projections among them.
         projections: every projection, with its head.
-        flow: every node that takes what has an entry for each class, in graph order, for the report.
+        flow: every node that takes what has an entry for each class, for the report.
         read: by a loss or the like.
         shown: returned from the graph, or read by something that also reads other things than logits.
         class_sizes: V, and those of selections of classes.
@@ -77,7 +77,7 @@ class Candidate:
         self.readers += other.readers
         self.derived += other.derived
         self.projections |= other.projections
-        self.flow = sorted({*self.flow, *other.flow})
+        self.flow += other.flow
         self.escaped += other.escaped
         self.rows += other.rows
         self.read, self.shown = self.read or other.read, self.shown or other.shown

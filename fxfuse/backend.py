@@ -44,7 +44,7 @@ def fxfuse(
         inner = _inner(own.inner, mode, rest)
         (results,) = gm.graph.output_node().args
         record = captured(gm)
-        sites, escapes = rewrite(gm, own) if own.enabled else ((), ())
+        sites, escapes = rewrite(gm, own, record.ending) if own.enabled else ((), ())
         journal.add(sites, record)
         for site in sites:
             if own.strict and site.reason is not None and site.reason.mendable:

@@ -19,13 +19,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
 from .algebra import Emit, Handle, Reader, Whole
-from .analysis import Candidate, analyse, example_of
+from .analysis import Analysis, Candidate, analyse, example_of
 from .escape import Escape, send_out, why_not
 from .mutation import Timeline, tensors
 from .options import Options
 from .passes import KEPT, compute, computes_again, why
 from .reasons import Reason, because
-from .report.captured import ending
 from .report.chain import uses_of
 from .report.records import Ending, Site, Use
 from .report.source import function_name, line_at, location, module_path, projection_name
@@ -296,12 +295,12 @@ class Rewritten(NamedTuple):
     escapes: tuple[tuple[Escape, Site], ...]
 
 
-def rewrite(gm: GraphModule, options: Options) -> Rewritten:
-    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each."""
+def rewrite(gm: GraphModule, options: Options, end: Ending | None = None) -> Rewritten:
+    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each; ``end`` as recorded."""
     sites: list[Site] = []
     escapes: list[tuple[Escape, Site]] = []
     for body, in_checkpoint in bodies(gm):
-        for site, sent in _rewrite_graph(body, options, in_checkpoint, None if in_checkpoint else ending(gm)):
+        for site, sent in _rewrite_graph(body, options, in_checkpoint, None if in_checkpoint else end):
             sites.append(site)
             escapes += ((escape, site) for escape in sent)
     return Rewritten(tuple(sites), tuple(escapes))
@@ -322,7 +321,7 @@ def _rewrite_graph(
     try:
         analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
-        told = {c: uses_of(_named_projections(c), c.flow, analysis.carries, end) for c in candidates}
+        told = {candidate: _told(candidate, analysis, end) for candidate in candidates}
         may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
         for candidate in candidates:
@@ -365,8 +364,14 @@ def _rewrite_graph(
     return [(_site(c, passes.get(c, ()), *told[c]), sent.get(c, [])) for c in candidates]
 
 
-def _named_projections(candidate: Candidate) -> dict[Node, str]:
-    return {node: projection_name(node, head.weight) for node, head in candidate.projections.items()}
+def _told(candidate: Candidate, analysis: Analysis, end: Ending | None) -> tuple[str, tuple[Use, ...]]:
+    """How the logits are used, for the report; a failure there is no reason to keep a head."""
+    try:
+        names = {node: projection_name(node, head.weight) for node, head in candidate.projections.items()}
+        return uses_of(names, candidate.flow, analysis.carries, end)
+    except Exception as failure:
+        warnings.warn(errors.not_told(failure), errors.FxfuseWarning, stacklevel=2)
+        return "", ()
 
 
 def _trained(candidate: Candidate) -> tuple[bool, bool]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from typing import Any
 
 import torch
 
-from .. import compat
+from .. import compat, errors
 from .chain import losses_of_inputs
 from .records import Ending, GraphRecord
 from .source import innermost, line_at
@@ -19,6 +20,14 @@ _RESUMED = re.compile(rf"{compat.RESUMED}(.+)_at_\d+")
 
 def captured(gm: Any) -> GraphRecord:
     """The record of the graph that is being compiled, before anything is changed in it; without number and sites."""
+    try:
+        return _captured(gm)
+    except Exception as failure:
+        warnings.warn(errors.not_told(failure), errors.FxfuseWarning, stacklevel=2)
+        return GraphRecord(0)
+
+
+def _captured(gm: Any) -> GraphRecord:
     name, where = _function()
     return GraphRecord(
         0,
@@ -27,7 +36,7 @@ def captured(gm: Any) -> GraphRecord:
         resumed=compat.RESUMED in name,
         compile_id=compat.compile_id(),
         recompiled=_in_one_line(compat.recompile_reason()),
-        ending=ending(gm),
+        ending=_ending(gm),
         losses=losses_of_inputs(gm.graph),
     )
 
@@ -47,7 +56,7 @@ def _function() -> tuple[str, str]:
     return name, f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def ending(gm: Any) -> Ending | None:
+def _ending(gm: Any) -> Ending | None:
     """Why a graph ends, or None where Dynamo does not say."""
     known = compat.end_of_graph(gm)
     if known is None:

@@ -119,6 +119,7 @@ def _all_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _is_last(name: str, value: Any) -> bool:
     """Whether an argument only says that a function works along the vocabulary, where it is last."""
+    (value,) = value if isinstance(value, (tuple, list)) and len(value) == 1 else (value,)
     return name in ("dim", "axis") and type(value) is int and value == -1
 
 
@@ -190,11 +191,12 @@ def uses_of(
 
     Args:
         projections: the nodes that make the logits, each with its name.
-        flow: every other node that takes logits, or what has an entry for each class of them, in graph order.
+        flow: every other node that takes logits, or what has an entry for each class of them.
         carries: whether such a node returns that again.
         ending: of the graph, if known.
     """
-    walk = _Walk(projections, dict.fromkeys(flow), carries)
+    flow = sorted(dict.fromkeys(flow))  # in the order of the graph
+    walk = _Walk(projections, flow, carries)
     found = Counter((walk.steps(node), location(node) or "", False) for node in walk.ends())
     for node in (*projections, *flow):
         if carries(node) and any(user.op == "output" for user in node.users):
@@ -216,10 +218,12 @@ def _last_size(node: Node) -> int | str:
 class _Walk:
     """Walks back from nodes to the projection that they come from."""
 
-    def __init__(
-        self, projections: Mapping[Node, str], flow: Mapping[Node, None], carries: Callable[[Node], bool]
-    ) -> None:
-        self.projections, self.flow, self.carries = projections, flow, carries
+    def __init__(self, projections: Mapping[Node, str], flow: Sequence[Node], carries: Callable[[Node], bool]) -> None:
+        self.projections, self.flow, self.carries = projections, dict.fromkeys(flow), carries
+        self.writes: dict[Node, list[Node]] = {}  # by what they write to
+        for node in flow:
+            if node.target in IN_PLACE and isinstance(node.args[0], Node):
+                self.writes.setdefault(node.args[0], []).append(node)
 
     def ends(self) -> list[Node]:
         """What reads the logits for the last time: nothing that takes what it returns reads more of them."""
@@ -244,8 +248,7 @@ class _Walk:
                 break
             if self._whole(node) is node:
                 steps.append(self._step(node))
-            written = [user for user in source.users if user in self.flow and user.target in IN_PLACE and user < node]
-            steps += (self._step(user) for user in reversed(written))
+            steps += (self._step(write) for write in reversed(self.writes.get(source, ())) if write < node)
             node = source
         return (*([self.projections[node]] if node in self.projections else []), *reversed(steps))
 
@@ -257,8 +260,10 @@ class _Walk:
         source = self._source(node)
 
         def text_of(argument: Any) -> str | None:
-            if argument in self.flow or argument in self.projections:
-                return None if argument is source else word(function_name(argument))
+            if argument in self.projections:
+                return self.projections[argument]
+            if argument in self.flow:
+                return None if function_name(argument) in _OPERATORS else word(function_name(argument))
             return text_of_node(argument)
 
         text = step(
@@ -320,7 +325,7 @@ def losses_of_inputs(graph: Graph) -> tuple[Use, ...]:
             found[node] = path, given
     uses = []
     for node, (path, given) in found.items():
-        walk = _Walk({given: name_of(given) or "logits"}, dict.fromkeys(path), lambda _: True)
+        walk = _Walk({given: name_of(given) or "logits"}, path, lambda _: True)
         where = location(node) or ""
         uses.append(Use(ARROW.join(walk.steps(node)), where, line_at(where), vocab=_last_size(given)))
     return tuple(uses)

@@ -35,10 +35,10 @@ _COLOURS = {"fused": 32, "deferred": 36, "kept": 33}
 def table(report: Report, width: int = WIDTH) -> str:
     """The report as a table in ``width`` columns, then a paragraph for every head, and a line of totals."""
     if not report.sites:
-        return "\n\n".join([_no_heads(len(report.graphs)), *_recompilations(report, width)])
+        return "\n\n".join([_filled(_no_heads(len(report.graphs)), "", width), *_recompilations(report, width)])
     heads = _heads(report)
     parts = [_grid(heads, width), *(_told(head, report, width) for head in heads)]
-    return "\n\n".join([*parts, *_reads(report, width), *_recompilations(report, width), _totals(heads)])
+    return "\n\n".join([*parts, *_reads(report, width), *_recompilations(report, width), _totals(heads, width)])
 
 
 def for_stream(report: Report, stream: TextIO | None) -> str:
@@ -197,13 +197,13 @@ def _told(head: _Head, report: Report, width: int) -> str:
 def _sources(places: Sequence[tuple[str, str]], width: int, indent: str = "    ") -> list[str]:
     """Lines of the program, each place once, with their text beside it where there is room."""
     shown = {_short(where): text for where, text in places if where}
-    column = max(map(len, shown), default=0)
+    column = max((len(where) for where in shown if len(where) <= width // 2), default=0)
     lines = []
     for where, text in shown.items():
-        beside = column <= width // 2
-        lines.append(f"{indent}{where}" if not beside else f"{indent}{where:<{column}}  {text}".rstrip())
-        if text and not beside:
-            lines.append(f"{indent}  {text}")
+        if len(where) <= column:
+            lines.append(f"{indent}{where:<{column}}  {text}".rstrip())
+        else:
+            lines += [f"{indent}{where}", *([f"{indent}  {text}"] if text else [])]
         if text and len(lines[-1]) > width:
             lines[-1] = lines[-1][: width - 1] + "…"
     return lines
@@ -315,13 +315,13 @@ def _filled(line: str, indent: str, width: int, further: str = "") -> str:
     )
 
 
-def _totals(heads: Sequence[_Head]) -> str:
+def _totals(heads: Sequence[_Head], width: int) -> str:
     counts: Counter[str] = Counter()
     for head in heads:
         counts[head.site.status] += head.count
     parts = ", ".join(f"{counts[status]} {status}" for status in get_args(Status) if counts[status])
     saved = human_bytes(sum(head.bytes_saved for head in heads))
-    return f"{_plural(counts.total(), 'head')}: {parts}; {saved} of logits not built"
+    return _filled(f"{_plural(counts.total(), 'head')}: {parts}; {saved} of logits not built", "", width)
 
 
 def _no_heads(graphs: int) -> str:
