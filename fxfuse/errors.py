@@ -116,8 +116,8 @@ def analysis_failed(failure: Exception) -> str:
 
 def not_told(failure: Exception) -> str:
     return (
-        f"fxfuse could not tell its report all of a graph ({type(failure).__name__}: {failure}). The program is right "
-        "and fused where it can be; please report this."
+        f"fxfuse could not tell its report how logits are used ({type(failure).__name__}: {failure}). The program is "
+        "right and fused where it can be; please report this."
     )
 
 

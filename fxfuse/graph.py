@@ -215,7 +215,7 @@ def _site(candidate: Candidate, passes: Sequence[tuple[str, str]], chain: str, u
     fused, reason = candidate.kept is None, candidate.kept
     patterns = list(dict.fromkeys(reader.pattern for _, reader in candidate.readers)) if fused else []
     where = location(candidate.node) or ""
-    logits, converted, gradient = _bytes(candidate, [variant for variant, _ in passes])
+    logits, converted, gradient = _bytes(candidate, {variant for variant, _ in passes})
     return Site(
         status="kept" if not fused else "deferred" if candidate.escaped else "fused",
         pattern=" + ".join(patterns) or " → ".join(candidate.trail or (function_name(candidate.node),)),
@@ -233,7 +233,7 @@ def _site(candidate: Candidate, passes: Sequence[tuple[str, str]], chain: str, u
         uses=uses,
         why="; ".join(_causes(candidate, passes)) if fused else "",
         shape=tuple(map(_number, out.shape)),
-        rows_hint=compat.hint(rows),
+        rows_hint=candidate.rows,
         logits_bytes=logits,
         converted_bytes=converted,
         gradient_bytes=gradient,
@@ -255,7 +255,7 @@ def _number(size: Any) -> int | str:
     return size if isinstance(size, int) else str(size)
 
 
-def _bytes(candidate: Candidate, variants: Sequence[str]) -> tuple[int, int, int]:
+def _bytes(candidate: Candidate, variants: set[str]) -> tuple[int, int, int]:
     """Bytes of logits, of each conversion of them to another dtype, and of their gradient.
 
     Exponentials that are kept stand in the gradient's place.
@@ -265,7 +265,7 @@ def _bytes(candidate: Candidate, variants: Sequence[str]) -> tuple[int, int, int
     if candidate.kept is None:
         sources = [reader.source for _, reader in candidate.readers]
         dtypes = {source.dtype for source in sources}
-        differentiated = variants != [KEPT] and any(source.requires_grad for source in sources)
+        differentiated = variants != {KEPT} and any(source.requires_grad for source in sources)
     else:
         outs = [out for node in candidate.flow for out in tensors(example_of(node))]
         whole = [out for out in outs if out.is_floating_point() and _elements(out) == elements]

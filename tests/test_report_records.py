@@ -154,7 +154,7 @@ def test_a_failure_of_the_report_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("fxfuse.graph.uses_of", fail)
     monkeypatch.setattr("fxfuse.report.captured.losses_of_inputs", fail)
-    with pytest.warns(FxfuseWarning, match="could not tell its report all of a graph .KeyError: 'lost'"):
+    with pytest.warns(FxfuseWarning, match="could not tell its report how logits are used .KeyError: 'lost'"):
         site = site_of(lambda m, x, y: ce(m.lm_head(x), y))
     assert (site.status, site.uses) == ("fused", ())
 
@@ -352,6 +352,17 @@ def test_fused_readers_are_counted_where_they_are() -> None:
     assert loss.source == 'F.cross_entropy(z.transpose(1, 2), y, reduction="sum", ignore_index=3)'
     (read,) = [read for read in journal.report().reads if read.head == site.where]
     assert (read.count, read.source) == (3, "z.std()  # which has no rule")
+
+
+def test_a_failure_of_the_report_stops_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("lost")
+
+    z = torch.compile(Model(lambda m, x, y: m.lm_head(x)), backend="fxfuse", options=OPTIONS)(ids())
+    monkeypatch.setattr("fxfuse.report.chain.step", fail)
+    with pytest.warns(FxfuseWarning, match="how logits are used"):
+        assert z.logsumexp(-1).shape == (2, 6)
+    assert journal.report().fused_reads[-1].chain == "lm_head → logsumexp"
 
 
 def test_the_chain_of_a_read_is_asked_for_once() -> None:

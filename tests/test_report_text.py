@@ -113,7 +113,7 @@ def test_a_graph_break_and_the_loss_after_it_are_one_story() -> None:
               hint: Avoid it.
             read later by a fused op, 3 times: linear(w) → view → cross_entropy
               eval.py:5  return F.cross_entropy(…)
-            not built for 12 rows: logits 954 MiB
+            not built by the graph for 12 rows: logits 954 MiB
         """)
     assert paragraph in told
 
@@ -134,6 +134,7 @@ def test_deferred_logits_that_nothing_reads_are_said_to_be_so() -> None:
     assert "nothing has read them" in table(report(DEFERRED))
     told = table(replace(report(DEFERRED), reads=(read, replace(read, head="elsewhere.py:1", where="other.py:2"))))
     assert "nothing has read them" not in told
+    assert "\n    computed after all, 2 times: see below\n" in told
     assert "\n    1.0 MiB, 2 times (logits of eval.py:3)\n      eval.py:9  print(logits)\n" in told
     assert "other.py:2" not in told
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .. import errors
 from ..mutation import tensors
 from ..rules import IN_PLACE, TABLE
 from .records import Ending, Site, Use
@@ -282,7 +284,11 @@ def chain_of(
     """The chain to a call that reads deferred logits of ``site``, which went through the functions ``trail``."""
     projection = site.chain.partition(ARROW)[0]
     logits = next((argument for argument in args if isinstance(argument, Tensor)), None)
-    last = step(function, name, args, kwargs, lambda _: None, lambda argument: argument is logits)
+    try:
+        last = step(function, name, args, kwargs, lambda _: None, lambda argument: argument is logits)
+    except Exception as failure:  # which is no reason to stop a training
+        warnings.warn(errors.not_told(failure), errors.FxfuseWarning, stacklevel=2)
+        last = word(name)
     return ARROW.join((projection, *map(word, trail[1:]), last))
 
 

@@ -64,7 +64,7 @@ class Site:
         uses: what reads the logits, in the order of the graph.
         why: why this variant, a sentence for each; empty when kept.
         shape: of the logits, the vocabulary last, with expressions where it is dynamic.
-        rows_hint: number of rows when the graph was captured.
+        rows_hint: number of rows when the graph was captured, of all projections if the program joins several.
         logits_bytes, converted_bytes, gradient_bytes: bytes, in eager, of the logits, of their copies in other dtypes,
             and of their gradient. Unless the head is kept, ``bytes_saved`` is their sum.
     """

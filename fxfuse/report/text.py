@@ -225,8 +225,12 @@ def _left(head: _Head, report: Report, width: int) -> Iterator[str]:
     for later, use in _next_loss(head, report):
         yield _filled(f"read in another graph, of {_function(later)}: {use.chain}", "    ", width)
         yield from _sources([(use.where, use.source)], width, "      ")
-    if site.status == "deferred" and not fused and not any(read.head == site.where for read in report.reads):
-        yield "    nothing has read them"
+    if site.status == "deferred":
+        dense = sum(read.count for read in report.reads if (read.kind, read.head) == ("read", site.where))
+        if dense:
+            yield f"    computed after all, {_plural(dense, 'time')}: see below"
+        elif not fused:
+            yield "    nothing has read them"
 
 
 def _function(graph: GraphRecord) -> str:
@@ -251,6 +255,9 @@ def _next_loss(head: _Head, report: Report) -> list[tuple[GraphRecord, Use]]:
     return []
 
 
+_BUILT = {"fused": "not built", "deferred": "not built by the graph", "kept": "built"}
+
+
 def _worth(site: Site) -> Iterator[str]:
     parts = {
         "logits": site.logits_bytes,
@@ -260,7 +267,7 @@ def _worth(site: Site) -> Iterator[str]:
     named = " + ".join(f"{name} {human_bytes(size)}" for name, size in parts.items() if size)
     if named:
         rows = "" if isinstance(site.rows, int) else f" for {site.rows_hint} rows"
-        yield f"{'built' if site.status == 'kept' else 'not built'}{rows}: {named}"
+        yield f"{_BUILT[site.status]}{rows}: {named}"
 
 
 # --- what came later --------------------------------------------------------------------------------------------
