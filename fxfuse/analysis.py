@@ -40,6 +40,8 @@ class Candidate:
         operands: every tensor that logits are made of, with the node that reads it in eager.
         readers: the nodes that return what was read of the logits.
         derived: described nodes, in graph order, projections among them.
+        projections: every projection, with its head.
+        flow: every node that takes what has an entry for each class, for the report.
         read: by a loss or the like.
         shown: returned from the graph, or read by something that also reads other things than logits.
         class_sizes: V, and those of selections of classes.
@@ -50,6 +52,8 @@ class Candidate:
     operands: list[tuple[Any, Node]] = field(default_factory=list)
     readers: list[tuple[Node, Reader]] = field(default_factory=list)
     derived: list[Node] = field(default_factory=list)
+    projections: dict[Node, Head] = field(default_factory=dict)
+    flow: list[Node] = field(default_factory=list)
     escaped: list[Escaped] = field(default_factory=list)
     kept: Reason | None = None
     read: bool = False
@@ -72,6 +76,8 @@ class Candidate:
         self.operands += other.operands
         self.readers += other.readers
         self.derived += other.derived
+        self.projections |= other.projections
+        self.flow += other.flow
         self.escaped += other.escaped
         self.rows += other.rows
         self.read, self.shown = self.read or other.read, self.shown or other.shown
@@ -109,6 +115,11 @@ class Analysis:
         for node in graph.nodes:
             self._visit(node)
 
+    def carries(self, node: Node) -> bool:
+        """Whether a node returns what has an entry for each class."""
+        value = self._values.get(node)
+        return value is not None and not (isinstance(value, tuple) and all(isinstance(v, Reader) for v in value))
+
     @functools.cached_property
     def timeline(self) -> Timeline:
         return Timeline(self.graph)
@@ -134,7 +145,9 @@ class Analysis:
             head = replace(head, cut_off=True)
         operands = [(handle, node) for handle in (head.input, head.weight, head.bias)]
         rows = math.prod(map(compat.hint, out.shape[:-1]))
-        candidate = Candidate(node, head, operands, derived=[node], class_sizes=[head.vocab], rows=rows)
+        candidate = Candidate(
+            node, head, operands, derived=[node], projections={node: head}, class_sizes=[head.vocab], rows=rows
+        )
         self.candidates.append(candidate)
         reason = _unfit(candidate)
         if reason is not None:
@@ -155,6 +168,8 @@ class Analysis:
     def _use(self, node: Node, values: list[_Value]) -> None:
         where = location(node)
         entry = TABLE.get(_key(node))
+        for candidate in dict.fromkeys(map(self._owner_of, values)):
+            candidate.flow.append(node)
         for value in values:
             candidate = self._owner_of(value)
             if isinstance(value, ClassTensor):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
+from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -90,6 +92,45 @@ def is_whole_graph(gm: Any) -> bool:
     Only the graphs that Dynamo captured know why they end; the parts that ``DDPOptimizer`` makes of one do not.
     """
     return hasattr(gm, "compile_subgraph_reason")
+
+
+def end_of_graph(gm: Any) -> tuple[bool, str, list[tuple[str, int]]] | None:
+    """Whether a captured graph ends at a graph break, Dynamo's reason, and the frames (file, line), innermost last."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None:
+        return None
+    return reason.graph_break, reason.reason, [(frame.filename, frame.lineno or 0) for frame in reason.user_stack]
+
+
+def captured_frame() -> tuple[types.CodeType, Any] | None:
+    """The code that Dynamo is capturing a graph of, and its ``self``, if any; None for a graph from elsewhere.
+
+    The code of a function that goes on after a graph break is one that Dynamo made, called ``RESUMED`` and so on.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        root = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:
+        return None
+    return None if root is None else (root.f_code, root.f_locals.get("self"))
+
+
+RESUMED = "torch_dynamo_resume_in_"  # what the name of such code starts with; then the function, "_at_" and the line
+
+
+def compile_id() -> str:
+    """Dynamo's name for what is being compiled, ``"0/1"``: the second compilation of the first function; or empty."""
+    current = CompileContext.current_compile_id()
+    return "" if current is None else str(current)
+
+
+def recompile_reason() -> str:
+    """Why the function that is being captured is compiled again, in Dynamo's words; empty if it is not."""
+    from torch._dynamo.utils import get_metrics_context
+
+    # It gives single metrics out only at the end.
+    return str(get_metrics_context()._metrics.get("recompile_reason") or "")
 
 
 def forbid_data_access(wrapper: Tensor) -> None:

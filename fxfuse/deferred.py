@@ -28,6 +28,7 @@ from .eager import EMIT, dense, pull_back
 from .lazy import Origin, State
 from .operands import Operands
 from .passes import class_sum, compute, operands_of, statistics
+from .report.chain import chain_of
 from .report.records import Site, journal
 from .report.source import caller
 from .rules import IN_PLACE, TABLE, Call, Keep, Rule, outcomes_of
@@ -340,7 +341,10 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
         head = _head_for(deferred, call, readers)
     except (Keep, _NotDeferred):
         return NotImplemented
-    results = _read(deferred[0]._deferred.origin, call, readers, head)
+    origin = deferred[0]._deferred.origin
+    results = _read(origin, call, readers, head)
+    trail = readers[0].source.trail
+    journal.note_fused(origin.site, caller(), name, lambda: chain_of(origin.site, trail, func, name, args, kwargs))
     return type(out)(results) if isinstance(out, tuple) else results[0]
 
 

@@ -114,5 +114,12 @@ def analysis_failed(failure: Exception) -> str:
     )
 
 
+def not_told(failure: Exception) -> str:
+    return (
+        f"fxfuse could not tell its report how logits are used ({type(failure).__name__}: {failure}). The program is "
+        "right and fused where it can be; please report this."
+    )
+
+
 def kept_dense(where: str, reason: Reason) -> Exception:
     return FxfuseError(f"{where}: the logits are kept, because {reason.sentence}. Remedy: {reason.remedy}.")

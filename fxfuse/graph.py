@@ -6,10 +6,11 @@ replaced. A failure before that last step leaves the graph as it was.
 
 from __future__ import annotations
 
+import math
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +19,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
 from .algebra import Emit, Handle, Reader, Whole
-from .analysis import Candidate, analyse, example_of
+from .analysis import Analysis, Candidate, analyse, example_of
 from .escape import Escape, send_out, why_not
-from .mutation import Timeline
+from .mutation import Timeline, tensors
 from .options import Options
-from .passes import KEPT, compute, computes_again
+from .passes import KEPT, compute, computes_again, why
 from .reasons import Reason, because
-from .report.records import Site
-from .report.source import function_name, location, module_path
+from .report.chain import uses_of
+from .report.records import Ending, Site, Use
+from .report.source import function_name, line_at, location, module_path, projection_name
 
 
 @dataclass
@@ -181,9 +183,7 @@ class _GraphEmit(Emit):
         return example_of(handle)
 
 
-def _write(
-    candidate: Candidate, one: Pass, emit: _GraphEmit, in_checkpoint: bool, memory: int
-) -> tuple[str, list[Node]]:
+def _write(one: Pass, emit: _GraphEmit, in_checkpoint: bool, memory: int) -> tuple[str, list[Node]]:
     """Emit a pass: the variant, and what replaces each of its readers."""
     variant, results = compute(emit, [reader for _, reader in one.readers], in_checkpoint, memory)
     return variant, [_as_eager(emit, node, result) for (node, _), result in zip(one.readers, results, strict=True)]
@@ -206,45 +206,76 @@ def _as_eager(emit: _GraphEmit, node: Node, result: Node) -> Node:
     return result
 
 
-def _site(candidate: Candidate, variant: str) -> Site:
+def _site(candidate: Candidate, passes: Sequence[tuple[str, str]], chain: str, uses: tuple[Use, ...]) -> Site:
+    """The record of a head, ``passes`` being the variant of each and why; ``chain`` and ``uses`` as ``uses_of``."""
     head, out = candidate.head, example_of(candidate.node)
     rows: Any = 1
     for size in out.shape[:-1]:
         rows = rows * size
-    fused = candidate.kept is None
-    chains = list(dict.fromkeys(reader.pattern for _, reader in candidate.readers)) if fused else []
+    fused, reason = candidate.kept is None, candidate.kept
+    patterns = list(dict.fromkeys(reader.pattern for _, reader in candidate.readers)) if fused else []
+    where = location(candidate.node) or ""
+    logits, converted, gradient = _bytes(candidate, {variant for variant, _ in passes})
     return Site(
         status="kept" if not fused else "deferred" if candidate.escaped else "fused",
-        pattern=" + ".join(chains) or " → ".join(candidate.trail or (function_name(candidate.node),)),
-        where=location(candidate.node) or "",
+        pattern=" + ".join(patterns) or " → ".join(candidate.trail or (function_name(candidate.node),)),
+        where=where,
         module=module_path(candidate.node, head.weight),
         rows=_number(rows),
         hidden=_number(head.hidden),
         vocab=_number(head.vocab),
         dtype=str(head.dtype).removeprefix("torch."),
-        variant=variant,
-        bytes_saved=_bytes_saved(candidate, variant) if fused else 0,
-        reason=candidate.kept,
+        variant="; ".join(dict.fromkeys(variant for variant, _ in passes)),
+        bytes_saved=logits + converted + gradient if fused else 0,
+        reason=None if reason is None else replace(reason, source=line_at(reason.where)),
+        chain=chain,
+        source=line_at(where),
+        uses=uses,
+        why="; ".join(_causes(candidate, passes)) if fused else "",
+        shape=tuple(map(_number, out.shape)),
+        rows_hint=candidate.rows,
+        logits_bytes=logits,
+        converted_bytes=converted,
+        gradient_bytes=gradient,
     )
+
+
+def _causes(candidate: Candidate, passes: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Why a head is computed as it is, ``passes`` being the variant of each and why."""
+    several = len(dict(passes)) > 1
+    yield from dict.fromkeys(f"{variant}: {cause}" if several else cause for variant, cause in passes)
+    input, weight = _trained(candidate)
+    if input != weight and any(reader.source.requires_grad for _, reader in candidate.readers):
+        yield "the weight is frozen and gets none" if input else "the hidden states need none"
+    if candidate.escaped:
+        yield "logits that leave the graph are computed when something reads their values"
 
 
 def _number(size: Any) -> int | str:
     return size if isinstance(size, int) else str(size)
 
 
-def _bytes_saved(candidate: Candidate, variant: str) -> int:
+def _bytes(candidate: Candidate, variants: set[str]) -> tuple[int, int, int]:
     """Bytes of logits, of each conversion of them to another dtype, and of their gradient.
 
     Exponentials that are kept stand in the gradient's place.
     """
-    elements = candidate.rows * candidate.head.vocab
+    elements = candidate.rows * compat.hint(candidate.head.vocab)
     dtype = candidate.head.dtype
-    size = dtype.itemsize
-    converted = {reader.source.dtype for _, reader in candidate.readers} - {dtype}
-    size += sum(other.itemsize for other in converted)
-    if variant != KEPT and any(reader.source.requires_grad for _, reader in candidate.readers):
-        size += dtype.itemsize
-    return elements * size
+    if candidate.kept is None:
+        sources = [reader.source for _, reader in candidate.readers]
+        dtypes = {source.dtype for source in sources}
+        differentiated = variants != {KEPT} and any(source.requires_grad for source in sources)
+    else:
+        outs = [out for node in candidate.flow for out in tensors(example_of(node))]
+        whole = [out for out in outs if out.is_floating_point() and _elements(out) == elements]
+        dtypes, differentiated = {out.dtype for out in whole}, example_of(candidate.node).requires_grad
+    converted = sum(other.itemsize for other in dtypes - {dtype})
+    return elements * dtype.itemsize, elements * converted, elements * dtype.itemsize * differentiated
+
+
+def _elements(out: Tensor) -> int:
+    return math.prod(map(compat.hint, out.shape))
 
 
 def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, bool]]:
@@ -264,22 +295,25 @@ class Rewritten(NamedTuple):
     escapes: tuple[tuple[Escape, Site], ...]
 
 
-def rewrite(gm: GraphModule, options: Options) -> Rewritten:
-    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each."""
+def rewrite(gm: GraphModule, options: Options, end: Ending | None = None) -> Rewritten:
+    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each; ``end`` as recorded."""
     sites: list[Site] = []
     escapes: list[tuple[Escape, Site]] = []
     for body, in_checkpoint in bodies(gm):
-        for site, sent in _rewrite_graph(body, options, in_checkpoint):
+        for site, sent in _rewrite_graph(body, options, in_checkpoint, None if in_checkpoint else end):
             sites.append(site)
             escapes += ((escape, site) for escape in sent)
     return Rewritten(tuple(sites), tuple(escapes))
 
 
-def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> list[tuple[Site, list[Escape]]]:
+def _rewrite_graph(
+    gm: GraphModule, options: Options, in_checkpoint: bool, end: Ending | None
+) -> list[tuple[Site, list[Escape]]]:
     graph = gm.graph
     candidates: list[Candidate] = []
     made: list[Node] = []
-    variants: dict[Candidate, list[str]] = {}
+    passes: dict[Candidate, list[tuple[str, str]]] = {}
+    told: dict[Candidate, tuple[str, tuple[Use, ...]]] = {}
     swaps: list[tuple[Node, Node]] = []
     sent: dict[Candidate, list[Escape]] = {}
     output = graph.output_node()
@@ -287,15 +321,18 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
     try:
         analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
+        told = {candidate: _told(candidate, analysis, end) for candidate in candidates}
         may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
         for candidate in candidates:
             assert planner is not None
             for one in planner.plan(candidate) or ():
                 emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
-                variant, results = _write(candidate, one, emit, in_checkpoint, options.memory)
+                variant, results = _write(one, emit, in_checkpoint, options.memory)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
-                variants.setdefault(candidate, []).append(variant)
+                readers = [reader for _, reader in one.readers]
+                cause = why(variant, readers, any(_trained(candidate)), in_checkpoint, options.memory)
+                passes.setdefault(candidate, []).append((variant, cause))
         for candidate in candidates:
             if candidate.kept is None:
                 several = len(candidate.escaped) > 1
@@ -316,7 +353,7 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
         warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
-        return [(_site(candidate, ""), []) for candidate in candidates]
+        return [(_site(c, (), *told.get(c, ("", ()))), []) for c in candidates]
     for old, _ in swaps:
         graph.erase_node(old)
     for candidate in candidates:
@@ -324,4 +361,20 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
             graph.erase_node(node)
     if swaps or sent:
         gm.recompile()
-    return [(_site(c, "; ".join(dict.fromkeys(variants.get(c, ())))), sent.get(c, [])) for c in candidates]
+    return [(_site(c, passes.get(c, ()), *told[c]), sent.get(c, [])) for c in candidates]
+
+
+def _told(candidate: Candidate, analysis: Analysis, end: Ending | None) -> tuple[str, tuple[Use, ...]]:
+    """How the logits are used, for the report; a failure there is no reason to keep a head."""
+    try:
+        names = {node: projection_name(node, head.weight) for node, head in candidate.projections.items()}
+        return uses_of(names, candidate.flow, analysis.carries, end)
+    except Exception as failure:
+        warnings.warn(errors.not_told(failure), errors.FxfuseWarning, stacklevel=2)
+        return "", ()
+
+
+def _trained(candidate: Candidate) -> tuple[bool, bool]:
+    """Whether the hidden states and the weight require a gradient."""
+    head = candidate.head
+    return bool(example_of(head.input).requires_grad), bool(example_of(head.weight).requires_grad)

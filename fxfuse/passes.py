@@ -70,6 +70,33 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
 
 
+def why(variant: str, readers: Sequence[Reader], trained: bool, in_checkpoint: bool, memory: int) -> str:
+    """Why ``compute`` chose ``variant``, in words; ``trained``: the hidden states or the weight require a gradient."""
+    first = readers[0]
+    name = first.name.partition("(")[0]
+    if variant == WHOLE:
+        return f"every entry of {name} is needed, and takes the place of its logits in memory"
+    if variant == WITHOUT_LOGITS:
+        return "the sum of a row's logits is its hidden state times the sum of the weight's rows"
+    if variant == FORWARD_ONLY:
+        if trained:
+            return f"no gradient comes back from {name}: it has none, or gradients are off"
+        return "neither the hidden states nor the weight requires a gradient"
+    if variant == IN_FORWARD:
+        return f"{name} is one number, so its gradients are made beside it"
+    if variant == KEPT:
+        return f"{name} is one number, so its gradients are made of what the forward keeps"
+    if isinstance(first.source, Comparison):
+        return f"{name} compares two heads, of which the backward computes the logits again, a chunk at a time"
+    if len(readers) > 1:
+        return f"{len(readers)} readers share one pass, and only the backward knows the gradient of each"
+    if first.coefficients is None:
+        return "what is read is a number for each row, the gradient of which only the backward knows"
+    if in_checkpoint:
+        return "the forward of a checkpointed function runs twice, so its gradients are made in the backward"
+    return f"fxfuse.memory bounds the buffers for gradients to {memory:,} bytes"
+
+
 def _only_sums(reader: Reader) -> bool:
     """Whether it returns sums of logits over the vocabulary, and nothing else."""
     more = reader.index is not None or reader.class_weight is not None

@@ -110,12 +110,14 @@ class Reason:
         sentence: what happened, complete.
         remedy: what the user can do about it.
         where: ``file.py:line`` of the operation that needs the logits, or None if not known.
+        source: the text of that line, which the report adds; empty if it cannot be read.
     """
 
     code: str
     sentence: str
     remedy: str
     where: str | None = None
+    source: str = ""
 
     @property
     def mendable(self) -> bool:

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from ..reasons import Reason
+from .source import line_at
 
 Status = Literal["fused", "deferred", "kept"]
+SCHEMA = 2  # of the JSON form; see docs/report.md
+
+
+@dataclass(frozen=True)
+class Use:
+    """One way in which a program uses logits.
+
+    Attributes:
+        chain: from the projection to what reads them, each function as people write it, with the arguments that
+            matter: ``"lm_head → float → view → cross_entropy(ignore_index=-100)"``. Logits that leave the graph end in
+            ``"return"`` or ``"graph break"``.
+        where: ``file.py:line`` of the last step; empty if not known.
+        source: the text of that line; empty if it cannot be read any more.
+        count: how often the graph has it, as it may in a loop.
+        leaves: whether the logits leave the graph here.
+        vocab: vocabulary size V.
+    """
+
+    chain: str
+    where: str
+    source: str = ""
+    count: int = 1
+    leaves: bool = False
+    vocab: int | str = 0
 
 
 @dataclass(frozen=True)
@@ -19,7 +45,7 @@ class Site:
     Attributes:
         status: ``"fused"`` (the logits no longer exist), ``"deferred"`` (the graph returns them, and they will exist
             when something reads them; what reads them inside is fused) or ``"kept"`` (left as it was).
-        pattern: the chain from the projection to its readers, ``"linear → view → cross_entropy"``; several
+        pattern: the functions from the projection to its readers, ``"linear → view → cross_entropy"``; several
             readers are joined by ``" + "``.
         where: ``file.py:line`` of the projection in the user's source.
         module: path of the module that owns the weight, ``"lm_head"``; empty if it is no module's.
@@ -28,10 +54,19 @@ class Site:
         vocab: vocabulary size V.
         dtype: dtype of the logits, ``"bfloat16"``.
         variant: how it is computed: ``"gradients in forward"``, ``"exponentials kept for the backward"``,
-            ``"recompute in backward"``, ``"forward only"``; empty when kept.
+            ``"recompute in backward"``, ``"forward only"``, ``"all entries, normalised in place"``, ``"without a
+            product"``; several are joined by ``"; "``; empty when kept.
         bytes_saved: bytes of the ``[N, V]`` tensors that eager makes at this site and the fused program does not
             (the logits, their converted copy, their gradient); 0 when kept. Dynamic sizes count by their hint.
         reason: why it was kept; None unless it was.
+        chain: all uses in one line, ``"lm_head → float → cross_entropy + argmax"``.
+        source: the text of the line at ``where``; empty if it cannot be read any more.
+        uses: what reads the logits, in the order of the graph.
+        why: why this variant, a sentence for each; empty when kept.
+        shape: of the logits, the vocabulary last, with expressions where it is dynamic.
+        rows_hint: number of rows when the graph was captured, of all projections if the program joins several.
+        logits_bytes, converted_bytes, gradient_bytes: bytes, in eager, of the logits, of their copies in other dtypes,
+            and of their gradient. Unless the head is kept, ``bytes_saved`` is their sum.
     """
 
     status: Status
@@ -45,14 +80,64 @@ class Site:
     variant: str = ""
     bytes_saved: int = 0
     reason: Reason | None = None
+    chain: str = ""
+    source: str = ""
+    uses: tuple[Use, ...] = ()
+    why: str = ""
+    shape: tuple[int | str, ...] = ()
+    rows_hint: int = 0
+    logits_bytes: int = 0
+    converted_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a graph ended where it did.
+
+    Attributes:
+        is_break: whether that was a graph break, and not the end of the function.
+        reason: in Dynamo's words, one line: ``"Failed to trace builtin operator"``.
+        explanation: what Dynamo adds to it; may be empty.
+        hints: what Dynamo advises.
+        where: ``file.py:line`` of the innermost frame outside of PyTorch; empty if not known.
+        source: the text of that line.
+    """
+
+    is_break: bool
+    reason: str
+    explanation: str = ""
+    hints: tuple[str, ...] = ()
+    where: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """The sites of one compiled graph, ``id`` counting from 0 in the order of compilation."""
+    """One compiled graph.
+
+    Attributes:
+        id: counts from 0 in the order of compilation.
+        sites: its heads.
+        function: the function that it was captured from, ``"Model.forward"`` (without its class before Python 3.11 if
+            it is not a module's ``forward``); empty if not known.
+        where: ``file.py:line`` where that begins, or where it goes on after a graph break.
+        resumed: whether it goes on after a graph break.
+        compile_id: Dynamo's: the number of the function, and which compilation of it this is: ``"0/1"``.
+        recompiled: why the function was compiled again, in Dynamo's words; empty if this was the first time.
+        ending: why it ended; None where it is a part of a graph that was split.
+        losses: losses in it of what it was given, of which another graph may have made the logits.
+    """
 
     id: int
     sites: tuple[Site, ...] = ()
+    function: str = ""
+    where: str = ""
+    resumed: bool = False
+    compile_id: str = ""
+    recompiled: str = ""
+    ending: Ending | None = None
+    losses: tuple[Use, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +151,7 @@ class Read:
         head: ``file.py:line`` of the projection.
         count: how often.
         bytes: of the logits, or of the copy, all together.
+        source: the text of the line at ``where``; empty if it cannot be read any more.
     """
 
     kind: Literal["read", "copied"]
@@ -73,14 +159,41 @@ class Read:
     head: str
     count: int
     bytes: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class FusedRead:
+    """A place in the program that read deferred logits without their being computed.
+
+    Attributes:
+        chain: from the projection to what reads them, those steps inside of the graph too.
+        where: ``file.py:line`` of the statement.
+        source: the text of that line; empty if it cannot be read any more.
+        head: ``file.py:line`` of the projection.
+        count: how often.
+    """
+
+    chain: str
+    where: str
+    source: str
+    head: str
+    count: int
 
 
 @dataclass(frozen=True)
 class Report:
-    """Every graph that was compiled, with its sites. Iterates over the sites; prints as a table."""
+    """Every graph that was compiled, with its sites. Iterates over the sites; prints as a table.
+
+    Attributes:
+        graphs: in the order of compilation.
+        reads: where deferred logits cost memory after all.
+        fused_reads: where they were read and did not.
+    """
 
     graphs: tuple[GraphRecord, ...] = field(default_factory=tuple)
     reads: tuple[Read, ...] = field(default_factory=tuple)
+    fused_reads: tuple[FusedRead, ...] = field(default_factory=tuple)
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -93,37 +206,32 @@ class Report:
         return len(self.sites)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: ``{"fxfuse": version, "torch": version, "graphs": [{"id": …, "sites": […]}],
-        "reads": […]}``.
-        """
+        """The JSON form, every field of which ``docs/report.md`` describes."""
         import torch
 
         from .. import __version__
 
-        return {
-            "fxfuse": __version__,
-            "torch": str(torch.__version__),
-            "graphs": [{"id": g.id, "sites": [asdict(s) for s in g.sites]} for g in self.graphs],
-            "reads": [asdict(read) for read in self.reads],
-        }
+        return {"schema": SCHEMA, "fxfuse": __version__, "torch": str(torch.__version__), **asdict(self)}
 
     def __str__(self) -> str:
-        from .text import table
+        from .text import table, width_of
 
-        return table(self)
+        return table(self, width_of(sys.stdout))
 
 
 class Journal:
-    """Graphs in the order in which they were compiled, in this process."""
+    """Graphs in the order in which they were compiled, in this process, and what became of deferred logits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graphs: list[GraphRecord] = []
         self._reads: dict[tuple[Literal["read", "copied"], str, str], tuple[int, int]] = {}
+        self._fused_reads: dict[tuple[str, str, str], tuple[int, str]] = {}
 
-    def add(self, sites: Iterable[Site]) -> GraphRecord:
+    def add(self, sites: Iterable[Site], captured: GraphRecord | None = None) -> GraphRecord:
+        """Remember a graph with its ``sites``, of which everything else is as in ``captured``."""
         with self._lock:
-            record = GraphRecord(len(self._graphs), tuple(sites))
+            record = replace(captured or GraphRecord(0), id=len(self._graphs), sites=tuple(sites))
             self._graphs.append(record)
         return record
 
@@ -134,11 +242,28 @@ class Journal:
             count, total = self._reads.get(key, (0, 0))
             self._reads[key] = (count + 1, total + size)
 
+    def note_fused(self, site: Site, where: str, name: str, chain: Callable[[], str]) -> None:
+        """Remember that the function ``name`` read deferred logits of ``site`` by a fused op; ``chain`` as in ``Use``.
+
+        Called at every step of a training: only the first time asks for the chain.
+        """
+        key = (site.where, where, name)
+        with self._lock:
+            count, known = self._fused_reads.get(key, (0, ""))
+            self._fused_reads[key] = (count + 1, known or chain())
+
     def report(self, since: int = 0) -> Report:
         """The graphs from number ``since`` on, and every read."""
         with self._lock:
-            reads = (Read(*key, count, total) for key, (count, total) in self._reads.items())
-            return Report(tuple(self._graphs[since:]), tuple(reads))
+            reads = (
+                Read(kind, where, head, count, total, line_at(where))
+                for (kind, where, head), (count, total) in self._reads.items()
+            )
+            fused = (
+                FusedRead(chain, where, line_at(where), head, count)
+                for (head, where, _), (count, chain) in self._fused_reads.items()
+            )
+            return Report(tuple(self._graphs[since:]), tuple(reads), tuple(fused))
 
     def __len__(self) -> int:
         return len(self._graphs)

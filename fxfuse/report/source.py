@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,20 @@ _MODULE_PART = re.compile(r"\._?(?:modules|parameters|buffers)\['?([^\]']+)'?\]|
 
 def location(node: Node) -> str | None:
     """``file.py:line`` of the innermost frame outside of PyTorch, or None."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return innermost(_FRAME.findall(node.meta.get("stack_trace") or "")) or None
+
+
+def innermost(frames: Iterable[tuple[str, Any]]) -> str:
+    """``file.py:line`` of the last of ``frames`` that is outside of PyTorch, or of the last; empty if there is none."""
+    frames = list(frames)
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
-    return f"{own[-1][0]}:{own[-1][1]}" if own else None
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+
+
+def line_at(where: str | None) -> str:
+    """The text of the line at ``file.py:line``; empty if there is none to be read."""
+    file, _, line = (where or "").rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
 
 
 def caller() -> str:
@@ -42,15 +55,42 @@ def function_name(node: Node) -> str:
 
 def module_path(node: Node, weight: Any) -> str:
     """Path of the module that made the projection, or else of the one that owns its weight; ``""`` if neither."""
-    stack = node.meta.get("nn_module_stack") or {}
-    for path, kind in reversed(list(stack.values())):
-        name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-        if name.rpartition(".")[2] == "Linear":
-            return _clean(path)
+    for path, kind in reversed(_modules(node)):
+        if kind.rpartition(".")[2] == "Linear":
+            return path
+    path, owned, _ = dynamo_source(_given(weight)).rpartition("._parameters")
+    return _clean(path) if owned else ""
+
+
+def projection_name(node: Node, weight: Any) -> str:
+    """What a projection is called in a chain: ``"lm_head"`` after the module that it is in, or the function with its
+    weight, ``"linear(wte.weight)"``.
+    """
+    path = module_path(node, weight)
+    if path and path in [module for module, kind in _modules(node)]:
+        *outer, last = path.split(".")
+        return ".".join((*outer[-1:], last)) if last.isdecimal() else last
+    made_of = name_of(_given(weight))
+    return f"{function_name(node)}({made_of})" if made_of else function_name(node)
+
+
+def name_of(node: Any) -> str:
+    """The variable or parameter that a placeholder stands for; empty if it has no name in the program."""
+    name = _clean(dynamo_source(node))
+    return "" if name.startswith("___") else name
+
+
+def _modules(node: Node) -> list[tuple[str, str]]:
+    """The modules around a node, the outermost first, each with its class."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [(_clean(path), kind if isinstance(kind, str) else getattr(kind, "__name__", "")) for path, kind in stack]
+
+
+def _given(weight: Any) -> Any:
+    """The placeholder that a weight is made of."""
     while isinstance(weight, Node) and weight.op != "placeholder" and weight.all_input_nodes:
         weight = weight.all_input_nodes[0]
-    path, owned, _ = dynamo_source(weight).rpartition("._parameters")
-    return _clean(path) if owned else ""
+    return weight
 
 
 def _clean(path: str) -> str:

@@ -1,18 +1,21 @@
-"""A ``Report`` as text: a row for every head, why each kept head was kept, and the totals."""
+"""A ``Report`` as text: a row for every head, what is to be said of each, where memory went, and the totals."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from dataclasses import dataclass
+from typing import TextIO, get_args
 
-from .records import Read, Report, Site, Status
+from .records import Ending, GraphRecord, Report, Site, Status, Use
 
-WIDTH = 100  # columns; a cell breaks onto more lines before the table gets wider
+WIDTH = 100  # columns at most; a cell breaks onto more lines before the table gets wider
+_NARROWEST = 60
 _GAP = 2  # between two columns in tabulate's "simple" format
 _PADDING = 2  # that tabulate adds to every header
 _PATH = 12  # a path is cut down to this before anything else is cut
@@ -20,21 +23,43 @@ _PATH = 12  # a path is cut down to this before anything else is cut
 # The columns, each with the places where a long cell may break: at a space, inside a path, or never.
 _COLUMNS = {
     "status": r"(?!)",
+    "head": r"(?<=\.)",
     "where": r"(?<=/)",
-    "module": r"(?<=\.)",
-    "pattern": r"(?<=[→+])",
     "shape": r"(?= →)",
     "dtype": r"(?!)",
-    "variant": r"(?= )",
     "saved": r"(?!)",
 }
+_COLOURS = {"fused": 32, "deferred": 36, "kept": 33}
 
 
-def table(report: Report) -> str:
-    """The report as a table, followed by a note for every kept head and a line of totals."""
+def table(report: Report, width: int = WIDTH) -> str:
+    """The report as a table in ``width`` columns, then a paragraph for every head, and a line of totals."""
     if not report.sites:
-        return _no_heads(len(report.graphs))
-    return "\n\n".join([_grid(report.sites), *_notes(report.sites), *_reads(report.reads), _totals(report.sites)])
+        return "\n\n".join([_filled(_no_heads(len(report.graphs)), "", width), *_recompilations(report, width)])
+    heads = _heads(report)
+    parts = [_grid(heads, width), *(_told(head, report, width) for head in heads)]
+    return "\n\n".join([*parts, *_reads(report, width), *_recompilations(report, width), _totals(heads, width)])
+
+
+def for_stream(report: Report, stream: TextIO | None) -> str:
+    """The report as ``stream`` shows it best: in the width of a terminal, and coloured if ``NO_COLOR`` is not set."""
+    text = table(report, width_of(stream))
+    if not _is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return re.sub(r"^(fused|deferred|kept)\b", lambda m: f"\033[1;{_COLOURS[m[0]]}m{m[0]}\033[0m", text, flags=re.M)
+
+
+def width_of(stream: TextIO | None) -> int:
+    """The columns to fill: those of a terminal, within limits."""
+    columns = shutil.get_terminal_size((WIDTH, 0)).columns if _is_terminal(stream) else WIDTH
+    return max(_NARROWEST, min(columns, WIDTH))
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it is closed
+        return False
 
 
 def human_bytes(count: int) -> str:
@@ -47,20 +72,68 @@ def human_bytes(count: int) -> str:
     return f"{size:.{0 if exact else 1}f} {units[0]}"
 
 
-def _grid(sites: Sequence[Site]) -> str:
+# --- heads ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A head of the program, however often it was compiled.
+
+    Attributes:
+        site: of the last graph that has it.
+        graph: that graph.
+        graphs: how many have it.
+        count: how many alike are in one graph.
+        bytes_saved: by these.
+    """
+
+    site: Site
+    graph: GraphRecord
+    graphs: int
+    count: int
+    bytes_saved: int
+
+
+def _heads(report: Report) -> list[_Head]:
+    """A graph that is compiled again, for another shape, has the same heads again: once is enough."""
+    groups: dict[object, dict[int, list[Site]]] = {}
+    graphs = {graph.id: graph for graph in report.graphs}
+    for graph in report.graphs:
+        for site in graph.sites:
+            code = site.reason.code if site.reason else ""
+            key = (site.status, site.where, site.module, site.pattern, site.dtype, site.variant, code)
+            groups.setdefault(key, {}).setdefault(graph.id, []).append(site)
+    return [
+        _Head(
+            site=list(found.values())[-1][-1],
+            graph=graphs[max(found)],
+            graphs=len(found),
+            count=max(map(len, found.values())),
+            bytes_saved=max(sum(site.bytes_saved for site in sites) for sites in found.values()),
+        )
+        for found in groups.values()
+    ]
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+
+def _grid(heads: Sequence[_Head], width: int) -> str:
     from tabulate import tabulate  # here, so that compiling a model does not import it
 
     places = _COLUMNS.values()
-    rows = [[re.split(place, cell) for place, cell in zip(places, _row(site), strict=True)] for site in sites]
-    widths = _fit(list(zip(*rows, strict=True)))
+    rows = [[re.split(place, cell) for place, cell in zip(places, _row(head), strict=True)] for head in heads]
+    widths = _fit(list(zip(*rows, strict=True)), width)
     lines = [[_broken(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return tabulate(lines, list(_COLUMNS), tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
 
 
-def _row(site: Site) -> tuple[str, ...]:
+def _row(head: _Head) -> tuple[str, ...]:
+    site = head.site
     shape = f"{site.rows} x {site.hidden} → {site.vocab}"
-    saved = human_bytes(site.bytes_saved) if site.bytes_saved else ""
-    return (site.status, _short(site.where), site.module, site.pattern, shape, site.dtype, site.variant, saved)
+    saved = human_bytes(head.bytes_saved) if head.bytes_saved else ""
+    name = site.module or re.split(" → | \\+ ", site.chain or site.pattern)[0]
+    return (site.status, name, _short(site.where), shape, site.dtype, saved)
 
 
 def _short(where: str) -> str:
@@ -69,8 +142,8 @@ def _short(where: str) -> str:
     return where.removeprefix(max((root for root in roots if where.startswith(root)), key=len, default=""))
 
 
-def _fit(columns: Sequence[Sequence[Sequence[str]]]) -> list[int]:
-    """Widths of the columns, ``WIDTH`` together, each column being its cells and each cell its unbreakable pieces.
+def _fit(columns: Sequence[Sequence[Sequence[str]]], width: int) -> list[int]:
+    """Widths of the columns, ``width`` together, each column being its cells and each cell its unbreakable pieces.
 
     The widest gives way first: of those that have a place to break, else of the paths, else of all.
     """
@@ -79,8 +152,8 @@ def _fit(columns: Sequence[Sequence[Sequence[str]]]) -> list[int]:
         header = len(name) + _PADDING
         widths.append(max(header, *(len("".join(cell)) for cell in column)))
         unbroken.append(max(header, *(len(piece.strip()) for cell in column for piece in cell)))
-    paths = [name in ("where", "module") for name in _COLUMNS]
-    while sum(widths) + _GAP * (len(widths) - 1) > WIDTH:
+    paths = [name in ("where", "head") for name in _COLUMNS]
+    while sum(widths) + _GAP * (len(widths) - 1) > width:
         order = [(widths[i] > unbroken[i], paths[i] and widths[i] > _PATH, widths[i]) for i in range(len(widths))]
         widths[order.index(max(order))] -= 1
     return widths
@@ -97,11 +170,107 @@ def _broken(pieces: Sequence[str], width: int) -> str:
     return "\n".join(lines)  # a line that is still too long is cut by tabulate's maxcolwidths
 
 
-def _notes(sites: Sequence[Site]) -> list[str]:
-    # A graph that is compiled again, for another shape, says the same again: once is enough.
-    notes = Counter(_note(site) for site in sites if site.status == "kept")
-    return [f"{note}\n    ({count} times)" if count > 1 else note for note, count in notes.items()]
+# --- a paragraph for each head ----------------------------------------------------------------------------------
 
+
+def _told(head: _Head, report: Report, width: int) -> str:
+    site = head.site
+    times = f"  ({head.count} alike)" if head.count > 1 else ""
+    lines = [_filled(f"{site.status}: {site.chain or site.pattern}{times}", "", width, "    ")]
+    blocked = site.reason.where if site.reason else None
+    read = [(use.where, use.source) for use in site.uses if use.where and not use.leaves and use.where != blocked]
+    lines += _sources([(site.where, site.source), *read], width)
+    for i, cause in enumerate(site.why.split("; ") if site.why else ()):
+        several = "; " in site.variant or not site.variant  # it says itself which it is of
+        lines.append(_filled(cause if i or several else f"{site.variant}: {cause}", "    ", width))
+    if site.reason:
+        at = ":" if site.reason.where and site.reason.where != site.where else ""
+        lines.append(_filled(site.reason.sentence + at, "    ", width))
+        lines += _sources([(site.reason.where or "", site.reason.source)] if at else [], width, "      ")
+        lines.append(_filled(f"remedy: {site.reason.remedy}", "    ", width))
+    if any(use.leaves for use in site.uses):
+        lines += _left(head, report, width)
+    lines += [_filled(worth, "    ", width) for worth in _worth(site)]
+    return "\n".join(lines)
+
+
+def _sources(places: Sequence[tuple[str, str]], width: int, indent: str = "    ") -> list[str]:
+    """Lines of the program, each place once, with their text beside it where there is room."""
+    shown = {_short(where): text for where, text in places if where}
+    column = max((len(where) for where in shown if len(where) <= width // 2), default=0)
+    lines = []
+    for where, text in shown.items():
+        if len(where) <= column:
+            lines.append(f"{indent}{where:<{column}}  {text}".rstrip())
+        else:
+            lines += [f"{indent}{where}", *([f"{indent}  {text}"] if text else [])]
+        if text and len(lines[-1]) > width:
+            lines[-1] = lines[-1][: width - 1] + "…"
+    return lines
+
+
+def _left(head: _Head, report: Report, width: int) -> Iterator[str]:
+    """How the logits left their graph, and what read them afterwards."""
+    graph, site = head.graph, head.site
+    if graph.ending is not None and graph.ending.is_break:
+        yield _filled(f"the graph breaks here, while the logits are needed later: {graph.ending.reason}", "    ", width)
+        yield from _break(graph.ending, width)
+    elif graph.ending is not None:
+        yield _filled(f"returned by {graph.function or 'the function'}:", "    ", width)
+        yield from _sources([(graph.ending.where, graph.ending.source)], width, "      ")
+    fused = [read for read in report.fused_reads if read.head == site.where and site.status == "deferred"]
+    for read in fused:
+        yield _filled(f"read later by a fused op, {_plural(read.count, 'time')}: {read.chain}", "    ", width)
+        yield from _sources([(read.where, read.source)], width, "      ")
+    for later, use in _next_loss(head, report):
+        yield _filled(f"read in another graph, of {_function(later)}: {use.chain}", "    ", width)
+        yield from _sources([(use.where, use.source)], width, "      ")
+    if site.status == "deferred":
+        dense = sum(read.count for read in report.reads if (read.kind, read.head) == ("read", site.where))
+        if dense:
+            yield f"    computed after all, {_plural(dense, 'time')}: see below"
+        elif not fused:
+            yield "    nothing has read them"
+
+
+def _function(graph: GraphRecord) -> str:
+    name = graph.function or f"graph {graph.id}"
+    return f"the rest of {name}" if graph.resumed else name
+
+
+def _break(ending: Ending, width: int) -> Iterator[str]:
+    yield from _sources([(ending.where, ending.source)], width, "      ")
+    if ending.explanation:
+        yield _filled(ending.explanation, "      ", width)
+    for hint in ending.hints[:1]:  # the most likely one; the others are in the JSON form
+        yield _filled(f"hint: {hint}", "      ", width)
+
+
+def _next_loss(head: _Head, report: Report) -> list[tuple[GraphRecord, Use]]:
+    """The loss of logits of this vocabulary in the first graph after this one that has one."""
+    for graph in report.graphs:
+        found = [use for use in graph.losses if use.vocab == head.site.vocab]
+        if graph.id > head.graph.id and found:
+            return [(graph, found[0])]
+    return []
+
+
+_BUILT = {"fused": "not built", "deferred": "not built by the graph", "kept": "built"}
+
+
+def _worth(site: Site) -> Iterator[str]:
+    parts = {
+        "logits": site.logits_bytes,
+        "copies in other dtypes": site.converted_bytes,
+        "gradient": site.gradient_bytes,
+    }
+    named = " + ".join(f"{name} {human_bytes(size)}" for name, size in parts.items() if size)
+    if named:
+        rows = "" if isinstance(site.rows, int) else f" for {site.rows_hint} rows"
+        yield f"{_BUILT[site.status]}{rows}: {named}"
+
+
+# --- what came later --------------------------------------------------------------------------------------------
 
 _COSTS = {
     "read": "deferred logits were computed after all, because something read their values",
@@ -110,45 +279,56 @@ _COSTS = {
 }
 
 
-def _reads(reads: Sequence[Read]) -> Iterator[str]:
+def _reads(report: Report, width: int) -> Iterator[str]:
     """For each kind of cost of deferred logits, where it arose."""
+    heads = {site.where for site in report.sites}
     for kind, sentence in _COSTS.items():
-        lines = [
-            f"    {human_bytes(read.bytes // read.count)}, {_plural(read.count, 'time')}: {read.where} "
-            f"(logits of {_short(read.head)})"
-            for read in reads
-            if read.kind == kind
-        ]
+        lines = []
+        for read in report.reads:
+            if read.kind == kind and read.head in heads:
+                size = human_bytes(read.bytes // read.count)
+                lines.append(f"    {size}, {_plural(read.count, 'time')} (logits of {_short(read.head)})")
+                lines += _sources([(read.where, read.source)], width, "      ")
         if lines:
-            yield "\n".join([_filled(f"{kind}: {sentence}", ""), *lines])
+            yield "\n".join([_filled(f"{kind}: {sentence}", "", width), *lines])
 
 
-def _note(site: Site) -> str:
-    details = []
-    if site.reason:
-        at = [f"at {site.reason.where}"] if site.reason.where else []
-        details = [site.reason.sentence, *at, f"remedy: {site.reason.remedy}"]
-    head = f"kept: {site.where}" + (f" ({site.module})" if site.module else "")
-    return "\n".join([head, *(_filled(line, " " * 4) for line in details)])
+def _recompilations(report: Report, width: int) -> Iterator[str]:
+    """For each function that was compiled more than once, how often and why."""
+    again: dict[tuple[str, str], Counter[str]] = {}
+    for graph in report.graphs:
+        if graph.recompiled:
+            cause = re.sub(r"^\d+/\d+: ", "", graph.recompiled)
+            again.setdefault((_function(graph), graph.where), Counter())[cause] += 1
+    for (function, where), causes in again.items():
+        times = _plural(causes.total(), "time")
+        lines = [_filled(f"compiled again: {function} ({_short(where)}), {times}", "", width)]
+        lines += [
+            _filled(f"{cause}{f' ({count} times)' if count > 1 else ''}", "    ", width)
+            for cause, count in causes.items()
+        ]
+        yield "\n".join(lines)
 
 
-def _filled(line: str, indent: str) -> str:
+def _filled(line: str, indent: str, width: int, further: str = "") -> str:
     # A path or an option is copied from here: never break inside one.
     return textwrap.fill(
         line,
-        width=WIDTH,
+        width=width,
         initial_indent=indent,
-        subsequent_indent=indent + "  ",
+        subsequent_indent=further or f"{indent}  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
-def _totals(sites: Sequence[Site]) -> str:
-    counts = Counter(site.status for site in sites)
+def _totals(heads: Sequence[_Head], width: int) -> str:
+    counts: Counter[str] = Counter()
+    for head in heads:
+        counts[head.site.status] += head.count
     parts = ", ".join(f"{counts[status]} {status}" for status in get_args(Status) if counts[status])
-    saved = human_bytes(sum(site.bytes_saved for site in sites))
-    return f"{_plural(len(sites), 'head')}: {parts}; {saved} of logits not built"
+    saved = human_bytes(sum(head.bytes_saved for head in heads))
+    return _filled(f"{_plural(counts.total(), 'head')}: {parts}; {saved} of logits not built", "", width)
 
 
 def _no_heads(graphs: int) -> str:

@@ -1,0 +1,457 @@
+"""What the report knows: chains, variants, worth, graphs, breaks, readers at run time, and its documented JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import FUSED, KEPT, World
+from torch.utils.checkpoint import checkpoint
+
+import fxfuse
+from fxfuse.errors import FxfuseWarning
+from fxfuse.reasons import Reason
+from fxfuse.report import GraphRecord, Report, Site, chain, records
+from fxfuse.report.records import Ending, FusedRead, Journal, Read, Use, journal
+from fxfuse.report.source import line_at
+
+OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
+DOCUMENT = Path(__file__).parent.parent / "docs" / "report.md"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Model(torch.nn.Module):
+    def __init__(self, read: Callable[..., Any]) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 8)
+        self.lm_head = torch.nn.Linear(8, 64, bias=False)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.read = read
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.read(self, self.embed(ids), ids)
+
+
+def ids(batch: int = 2) -> torch.Tensor:
+    return torch.randint(64, (batch, 6))
+
+
+def report_of(read: Callable[..., Any], **options: Any) -> Report:
+    since = len(journal)
+    own = {**OPTIONS, **{f"fxfuse.{name}": value for name, value in options.items()}}
+    torch.compile(Model(read), backend="fxfuse", options=own)(ids())
+    return journal.report(since)
+
+
+def site_of(read: Callable[..., Any], **options: Any) -> Site:
+    (site,) = report_of(read, **options)
+    return site
+
+
+def ce(z: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(z.reshape(-1, z.shape[-1]), y.reshape(-1), **options)
+
+
+# Chains
+
+
+def _capped(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    z = 30 * torch.tanh(z / 30)
+    return ce(z[:, :-1].float() / 0.7, y[:, 1:], ignore_index=-100, reduction="sum")
+
+
+def _parts(m: Any, x: Any, y: Any) -> Any:
+    return sum(ce(z, t) for z, t in zip(m.lm_head(x).chunk(2, 1), y.chunk(2, 1), strict=True))
+
+
+def _entropy(m: Any, x: Any, y: Any) -> Any:
+    logp = F.linear(x, m.embed.weight).log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1), logp.gather(-1, y[..., None])
+
+
+def _in_place(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    z.mul_(2)
+    return ce(z, y, label_smoothing=0.1)
+
+
+def _taught(m: Any, x: Any, y: Any) -> Any:
+    teacher = F.softmax(x @ m.embed.weight.t(), -1)
+    return F.kl_div(F.log_softmax(m.lm_head(x), -1), teacher, reduction="batchmean")
+
+
+CHAINS: dict[str, tuple[Callable[..., Any], str]] = {
+    "arguments": (
+        _capped,
+        "lm_head → / 30 → tanh → * 30 → [:, :-1] → float → / 0.7 → reshape → "
+        'cross_entropy(ignore_index=-100, reduction="sum")',
+    ),
+    "without_a_module": (
+        _entropy,
+        "linear(embed.weight) → log_softmax → (exp → * log_softmax → sum) + gather",
+    ),
+    "several_results": (_parts, "lm_head → chunk(2, dim=1) → reshape → cross_entropy"),
+    "in_place": (_in_place, "lm_head → *= 2 → reshape → cross_entropy(label_smoothing=0.1)"),
+    "parameter": (lambda m, x, y: ce(m.lm_head(x) * m.scale, y), "lm_head → * scale → reshape → cross_entropy"),
+    "minus": (lambda m, x, y: ce(1 - m.lm_head(x), y), "lm_head → 1 - → reshape → cross_entropy"),
+    "two_heads": (
+        _taught,
+        'lm_head → log_softmax → kl_div(reduction="batchmean") with (matmul(embed.weight) → softmax)',
+    ),
+    "no_rule": (lambda m, x, y: m.lm_head(x).topk(5).indices, "lm_head → topk(5)"),
+    "beside_no_rule": (
+        lambda m, x, y: (m.lm_head(x).sort(-1)[0], x),
+        "lm_head → sort(-1) → return",
+    ),
+    "returned": (lambda m, x, y: m.lm_head(x)[:, -1], "lm_head → [:, -1] → return"),
+    "mask": (
+        lambda m, x, y: ce(m.lm_head(x).masked_fill(torch.arange(64) > 60, float("-inf")), y),
+        "lm_head → masked_fill(-inf) → reshape → cross_entropy",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_reads_as_the_program_is_written(name: str) -> None:
+    read, expected = CHAINS[name]
+    assert site_of(read).chain == expected
+
+
+def test_every_program_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    """Whatever is done to logits has a chain from the projection to each reader, and why it is computed as it is."""
+    since = len(journal)
+    for program in (*FUSED.values(), *(program for _, program in KEPT.values())):
+        torch._dynamo.reset()
+        torch.compile(program, backend="fxfuse", options=OPTIONS)(World.make())
+    assert not [w for w in recwarn if w.category is FxfuseWarning]
+    for site in journal.report(since):
+        assert site.uses
+        for use in site.uses:
+            first, *rest = use.chain.split(" → ")
+            assert first.partition("(")[0] in ("linear", "matmul", "mm", "addmm", "einsum")
+            assert rest
+        assert bool(site.why) == (site.status != "kept")
+        assert site.source
+
+
+def test_a_failure_of_the_report_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("fxfuse.graph.uses_of", fail)
+    monkeypatch.setattr("fxfuse.report.captured.losses_of_inputs", fail)
+    with pytest.warns(FxfuseWarning, match="could not tell its report how logits are used .KeyError: 'lost'"):
+        site = site_of(lambda m, x, y: ce(m.lm_head(x), y))
+    assert (site.status, site.uses) == ("fused", ())
+
+
+def test_readers_have_their_lines() -> None:
+    def read(m: Any, x: Any, y: Any) -> Any:
+        z = m.lm_head(x)  # the projection
+        best = z.topk(5).indices  # what blocks
+        return ce(z, y), best  # the loss
+
+    site = site_of(read)
+    assert site.source == "z = m.lm_head(x)  # the projection"
+    topk, loss = site.uses
+    assert topk.source == "best = z.topk(5).indices  # what blocks"
+    assert loss.chain == "lm_head → reshape → cross_entropy"
+    assert loss.source.startswith("return F.cross_entropy(z.reshape")  # where the loss is called, in ce()
+    assert site.reason is not None
+    assert (site.reason.where, site.reason.source) == (topk.where, topk.source)
+
+
+@pytest.mark.parametrize("where", [None, "", "<stdin>", "<stdin>:1", "/gone/away.py:3", f"{__file__}:1000000", "x:y"])
+def test_a_line_that_cannot_be_read_is_empty(where: str | None) -> None:
+    assert line_at(where) == ""
+
+
+# Variants, shapes and worth
+
+
+@pytest.mark.parametrize(
+    ("read", "options", "variant", "why"),
+    [
+        (lambda m, x, y: ce(m.lm_head(x), y), {}, "gradients in forward", "cross_entropy is one number"),
+        (lambda m, x, y: ce(m.lm_head(x), y), {"memory": 1 << 20}, "recompute in backward", "1,048,576 bytes"),
+        (lambda m, x, y: m.lm_head(x).logsumexp(-1), {}, "recompute in backward", "a number for each row"),
+        (lambda m, x, y: (ce(z := m.lm_head(x), y), z.logsumexp(-1)), {}, "recompute in backward", "2 readers share"),
+        (_taught, {}, "recompute in backward", "kl_div compares two heads"),
+        (
+            lambda m, x, y: checkpoint(lambda x: ce(m.lm_head(x), y), x, use_reentrant=False),
+            {},
+            "recompute in backward",
+            "checkpointed function",
+        ),
+        (lambda m, x, y: m.lm_head(x).argmax(-1), {}, "forward only", "no gradient comes back from argmax"),
+        (
+            lambda m, x, y: ce(F.linear(x.detach(), m.lm_head.weight.detach()), y),
+            {},
+            "forward only",
+            "neither the hidden states nor the weight requires a gradient",
+        ),
+        (
+            lambda m, x, y: ce(F.linear(x, m.lm_head.weight.detach()), y),
+            {},
+            "gradients in forward",
+            "the weight is frozen",
+        ),
+        (lambda m, x, y: ce(m.lm_head(x.detach()), y), {}, "gradients in forward", "the hidden states need none"),
+        (lambda m, x, y: m.lm_head(x).sum(-1), {}, "without a product", "times the sum of the weight's rows"),
+        (lambda m, x, y: m.lm_head(x).softmax(-1), {}, "all entries, normalised in place", "every entry of softmax"),
+        (lambda m, x, y: m.lm_head(x), {}, "", "computed when something reads their values"),
+    ],
+)
+def test_a_variant_has_its_reason(read: Callable[..., Any], options: dict[str, Any], variant: str, why: str) -> None:
+    site = site_of(read, **options)
+    assert site.variant == variant
+    assert why in site.why
+
+
+def test_several_variants_say_which_is_which() -> None:
+    site = site_of(lambda m, x, y: (ce(z := m.lm_head(x), y), (z / 2).logsumexp(-1)))
+    assert site.variant == "gradients in forward; recompute in backward"
+    assert site.why.split("; ") == [
+        "gradients in forward: cross_entropy is one number, so its gradients are made beside it",
+        "recompute in backward: what is read is a number for each row, the gradient of which only the backward knows",
+    ]
+
+
+def test_worth_is_told_apart() -> None:
+    def read(m: Any, x: Any, y: Any) -> Any:
+        return ce(F.linear(x.bfloat16(), m.lm_head.weight.bfloat16()).float(), y)
+
+    elements = 2 * 6 * 64
+    site = site_of(read)
+    assert (site.logits_bytes, site.converted_bytes, site.gradient_bytes) == (2 * elements, 4 * elements, 2 * elements)
+    assert site.bytes_saved == 8 * elements
+
+    def both(m: Any, x: Any, y: Any) -> Any:
+        z = F.linear(x.bfloat16(), m.lm_head.weight.bfloat16()).float()
+        return ce(z, y), z.sin().sum()
+
+    site = site_of(both)
+    assert (site.status, site.bytes_saved) == ("kept", 0)
+    assert (site.logits_bytes, site.converted_bytes, site.gradient_bytes) == (2 * elements, 4 * elements, 2 * elements)
+
+
+# Graphs
+
+
+def test_recompilation_and_dynamic_shapes() -> None:
+    since = len(journal)
+    f = torch.compile(Model(lambda m, x, y: ce(m.lm_head(x), y)), backend="fxfuse", options=OPTIONS)
+    for batch in (2, 3, 4):
+        f(ids(batch))
+    first, second = journal.report(since).graphs
+    assert first.function == second.function == "Model.forward"
+    assert line_at(first.where).startswith("def forward(self")
+    assert first.recompiled == ""
+    assert "size mismatch at index 0. expected 2, actual 3" in second.recompiled
+    assert first.compile_id.partition("/")[::2] == (second.compile_id.partition("/")[0], "0")
+    assert second.compile_id.endswith("/1")
+    (static,), (dynamic,) = first.sites, second.sites
+    assert (static.shape, static.rows_hint) == ((2, 6, 64), 12)
+    symbol, *fixed = dynamic.shape
+    assert isinstance(symbol, str)
+    assert symbol in str(dynamic.rows)
+    assert (fixed, dynamic.rows_hint) == ([6, 64], 18)
+
+
+def test_a_decorated_forward_is_named_after_its_module() -> None:
+    import functools
+
+    def decorated(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def wrapper(self: Any, *args: Any) -> Any:
+            return forward(self, *args)
+
+        return wrapper
+
+    class Decorated(Model):
+        forward = decorated(Model.forward)
+
+    since = len(journal)
+    torch.compile(Decorated(lambda m, x, y: ce(m.lm_head(x), y)), backend="fxfuse", options=OPTIONS)(ids())
+    (graph,) = journal.report(since).graphs
+    assert graph.function == "Decorated.forward"
+    assert line_at(graph.where).startswith("def forward(self, ids")
+
+
+def _broken(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    torch._dynamo.graph_break()
+    return ce(z, y)
+
+
+def _reads_of(site: Site) -> list[FusedRead]:
+    return [read for read in journal.report().fused_reads if read.head == site.where]
+
+
+def test_a_break_between_head_and_loss() -> None:
+    report = report_of(_broken)
+    (graph,) = [graph for graph in report.graphs if graph.sites]
+    (site,) = graph.sites
+    assert graph.ending is not None
+    assert graph.ending.is_break
+    assert graph.ending.source == "torch._dynamo.graph_break()"
+    assert "graph_break()" in graph.ending.reason
+    assert "\n" not in graph.ending.reason + graph.ending.explanation
+    assert graph.ending.hints
+    (use,) = site.uses
+    assert (use.chain, use.leaves, use.where) == ("lm_head → graph break", True, graph.ending.where)
+    (read,) = _reads_of(site)
+    assert read.chain.startswith("lm_head → reshape → cross_entropy")
+    assert (read.count, read.source[:22]) == (1, "return F.cross_entropy")
+    assert "nothing has read them" not in str(report)
+
+
+def test_the_end_of_a_function_is_no_break() -> None:
+    (graph,) = report_of(lambda m, x, y: m.lm_head(x)).graphs
+    assert graph.ending is not None
+    assert not graph.ending.is_break
+    assert graph.sites[0].uses[0].chain == "lm_head → return"
+
+
+def test_the_graph_that_goes_on_names_the_loss_of_its_input() -> None:
+    report = report_of(_broken, defer_logits=False)
+    rest = next(graph for graph in report.graphs if graph.losses)
+    (loss,) = rest.losses
+    assert rest.resumed
+    assert rest.function.endswith("_broken")
+    assert (loss.chain, loss.vocab) == ("z → reshape → cross_entropy", 64)
+    assert "read in another graph, of the rest of" in str(report)
+
+
+def test_fused_readers_are_counted_where_they_are() -> None:
+    since = len(journal)
+    f = torch.compile(Model(lambda m, x, y: m.lm_head(x)), backend="fxfuse", options=OPTIONS)
+    for _ in range(3):
+        z = f(y := ids())
+        (z[:, :-1] / 0.7).gather(-1, y[:, 1:, None])
+        F.cross_entropy(z.transpose(1, 2), y, reduction="sum", ignore_index=3)
+        z.std()  # which has no rule
+    (site,) = journal.report(since)
+    gathered, loss = _reads_of(site)
+    assert (gathered.chain, gathered.count) == ("lm_head → […] → / → gather", 3)
+    assert loss.chain == 'lm_head → transpose → cross_entropy(ignore_index=3, reduction="sum")'
+    assert loss.source == 'F.cross_entropy(z.transpose(1, 2), y, reduction="sum", ignore_index=3)'
+    (read,) = [read for read in journal.report().reads if read.head == site.where]
+    assert (read.count, read.source) == (3, "z.std()  # which has no rule")
+
+
+def test_a_failure_of_the_report_stops_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("lost")
+
+    z = torch.compile(Model(lambda m, x, y: m.lm_head(x)), backend="fxfuse", options=OPTIONS)(ids())
+    monkeypatch.setattr("fxfuse.report.chain.step", fail)
+    with pytest.warns(FxfuseWarning, match="how logits are used"):
+        assert z.logsumexp(-1).shape == (2, 6)
+    assert journal.report().fused_reads[-1].chain == "lm_head → logsumexp"
+
+
+def test_the_chain_of_a_read_is_asked_for_once() -> None:
+    own, asked = Journal(), []
+    site = Site("deferred", "linear", "a.py:1", "", 1, 1, 1, "float32")
+    for _ in range(5):
+        own.note_fused(site, "b.py:2", "gather", lambda: asked.append(1) or "lm_head → gather")
+    assert own.report().fused_reads == (FusedRead("lm_head → gather", "b.py:2", "", "a.py:1", 5),)
+    assert len(asked) == 1
+
+
+# JSON
+
+
+def test_json_form() -> None:
+    own = Journal()
+    site = Site("fused", "linear → cross_entropy", "train.py:1", "lm_head", "s0*s1", 8, 64, "float32", shape=("s0", 64))
+    own.add([site])
+    own.add([])
+    made = json.loads(json.dumps(own.report().to_dict()))
+    assert {"schema": 2, "fxfuse": fxfuse.__version__, "torch": torch.__version__} == {
+        key: made[key] for key in ("schema", "fxfuse", "torch")
+    }
+    assert [graph["id"] for graph in made["graphs"]] == [0, 1]
+    (kept,) = made["graphs"][0]["sites"]
+    assert (kept["status"], kept["rows"], kept["shape"], kept["reason"]) == ("fused", "s0*s1", ["s0", 64], None)
+
+
+def _documented() -> dict[str, set[str]]:
+    """The fields in the table of each section of the document."""
+    sections = re.split(r"^### ", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
+    return {section.split()[0]: set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) for section in sections}
+
+
+RECORDS = (Report, GraphRecord, Site, Use, Reason, Ending, Read, FusedRead)
+
+
+def test_the_document_names_every_field() -> None:
+    documented = _documented()
+    assert documented.pop("Example") == set()
+    documented["Report"] -= {"schema", "fxfuse", "torch"}
+    assert documented == {kind.__name__: {field.name for field in dataclasses.fields(kind)} for kind in RECORDS}
+    in_module = {kind.__name__ for kind in vars(records).values() if dataclasses.is_dataclass(kind)}
+    assert in_module == {kind.__name__ for kind in RECORDS}
+
+
+def test_the_example_of_the_document_has_every_field() -> None:
+    documented = _documented()
+    ((example,),) = [re.findall(r"^```json\n(.*?)^```", DOCUMENT.read_text(), flags=re.MULTILINE | re.DOTALL)]
+
+    def check(made: dict[str, Any], kind: str, **inside: str) -> None:
+        assert set(made) == documented[kind]
+        for field, inner in inside.items():
+            for one in made[field] if isinstance(made[field], list) else [made[field]]:
+                check(one, inner, **INSIDE.get(inner, {}))
+
+    check(json.loads(example), "Report", **INSIDE["Report"])
+
+
+INSIDE = {
+    "Report": {"graphs": "GraphRecord", "fused_reads": "FusedRead"},
+    "GraphRecord": {"sites": "Site", "ending": "Ending"},
+    "Site": {"uses": "Use"},
+}
+
+
+# One step
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "text"),
+    [
+        ("truediv", ("z", 0.7), {}, "/ 0.7"),
+        ("__rsub__", ("z", 1), {}, "1 -"),
+        ("__radd__", ("z", 1), {}, "+ 1"),
+        ("itruediv", ("z", 2), {}, "/= 2"),
+        ("div_", ("z", 2), {}, "/= 2"),
+        ("mul", (2, "z"), {}, "* 2"),
+        ("getitem", ("z", (Ellipsis, slice(None, -1), slice(None))), {}, "[..., :-1, :]"),
+        ("getitem", ("z", slice(None, None, 2)), {}, "[::2]"),
+        ("getitem", ("z", tuple(range(100, 120))), {}, "[…]"),
+        ("getattr", ("z", "mT"), {}, ".mT"),
+        ("setitem", ("z", 0, 5.0), {}, "[0] = 5"),
+        ("frobnicate", ("z", 3), {"mode": "x" * 99, "dim": -1}, "frobnicate(3, mode=…)"),
+        ("frobnicate", ("z",), dict.fromkeys("abcde", "x" * 20), "frobnicate({0}, {1}, …)"),
+    ],
+)
+def test_steps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], text: str) -> None:
+    text = text.format(*(f'{name}="{value}"' for name, value in kwargs.items()))
+    z = torch.ones(1)
+    given = tuple(z if arg == "z" and isinstance(arg, str) else arg for arg in args)
+    assert chain.step(name, name, given, kwargs, lambda _: None, lambda arg: arg is z) == text
