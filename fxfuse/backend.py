@@ -42,8 +42,9 @@ def fxfuse(
         own, rest = Options.parse(options)
         inner = _inner(own.inner, mode, rest)
         (results,) = gm.graph.output_node().args
-        sites, escapes = rewrite(gm, own) if own.enabled else ((), ())
-        journal.add(sites)
+        watchers = [watcher() for watcher in journal.watchers]
+        sites, escapes = rewrite(gm, own, watchers) if own.enabled else ((), ())
+        journal.add(sites, watchers)
         for site in sites:
             if own.strict and site.reason is not None and site.reason.mendable:
                 raise errors.kept_dense(site.where, site.reason)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from .mutation import Timeline
 from .options import Options
 from .passes import KEPT, compute, computes_again
 from .reasons import Reason, because
-from .report.records import Site
+from .report.records import Site, Watcher
 from .report.source import function_name, location, module_path
 
 
@@ -264,24 +264,36 @@ class Rewritten(NamedTuple):
     escapes: tuple[tuple[Escape, Site], ...]
 
 
-def rewrite(gm: GraphModule, options: Options) -> Rewritten:
-    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each."""
+def rewrite(gm: GraphModule, options: Options, watchers: Sequence[Watcher] = ()) -> Rewritten:
+    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each to ``watchers`` too."""
     sites: list[Site] = []
     escapes: list[tuple[Escape, Site]] = []
     for body, in_checkpoint in bodies(gm):
-        for site, sent in _rewrite_graph(body, options, in_checkpoint):
+        for site, sent in _rewrite_graph(body, options, in_checkpoint, watchers):
             sites.append(site)
             escapes += ((escape, site) for escape in sent)
     return Rewritten(tuple(sites), tuple(escapes))
 
 
-def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> list[tuple[Site, list[Escape]]]:
+def _tell(watchers: Sequence[Watcher], event: str, *args: Any) -> None:
+    """Call a method of every watcher, which must not change what becomes of the program if it fails."""
+    for watcher in watchers:
+        try:
+            getattr(watcher, event)(*args)
+        except Exception as failure:
+            warnings.warn(errors.watching_failed(failure), errors.FxfuseWarning, stacklevel=2)
+
+
+def _rewrite_graph(
+    gm: GraphModule, options: Options, in_checkpoint: bool, watchers: Sequence[Watcher]
+) -> list[tuple[Site, list[Escape]]]:
     graph = gm.graph
     candidates: list[Candidate] = []
     made: list[Node] = []
     variants: dict[Candidate, list[str]] = {}
     swaps: list[tuple[Node, Node]] = []
     sent: dict[Candidate, list[Escape]] = {}
+    made_for: dict[Candidate, list[Node]] = {}
     output = graph.output_node()
     returned = output.args
     try:
@@ -289,14 +301,21 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
         candidates = [c for c in analysis.candidates if c.is_head]
         may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
+        if not candidates:
+            watchers = ()
+        _tell(watchers, "analysed", graph, candidates, in_checkpoint)
         for candidate in candidates:
             assert planner is not None
+            before = len(made)
             for one in planner.plan(candidate) or ():
                 emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
                 variant, results = _write(candidate, one, emit, in_checkpoint, options.memory)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 variants.setdefault(candidate, []).append(variant)
+            made_for[candidate] = made[before:]
+        _tell(watchers, "planned", candidates)
         for candidate in candidates:
+            before = len(made)
             if candidate.kept is None:
                 several = len(candidate.escaped) > 1
                 read = any(reader.source.requires_grad for _, reader in candidate.readers)
@@ -304,6 +323,7 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
                     # Where eager made them: in the same mode, before anything else happens.
                     emit = _GraphEmit(graph, escaped.made.next, escaped.made, made)
                     sent.setdefault(candidate, []).append(send_out(escaped, emit, output, read or several))
+            made_for[candidate] += made[before:]
         for old, new in swaps:
             old.replace_all_uses_with(new)
         graph.lint()
@@ -316,6 +336,9 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
         warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
+        if candidates:
+            _tell(watchers, "planned", candidates)
+            _tell(watchers, "rewritten", graph, dict.fromkeys(candidates, ()))
         return [(_site(candidate, ""), []) for candidate in candidates]
     for old, _ in swaps:
         graph.erase_node(old)
@@ -324,4 +347,5 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
             graph.erase_node(node)
     if swaps or sent:
         gm.recompile()
+    _tell(watchers, "rewritten", graph, made_for)
     return [(_site(c, "; ".join(dict.fromkeys(variants.get(c, ())))), sent.get(c, [])) for c in candidates]

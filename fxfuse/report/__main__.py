@@ -8,6 +8,11 @@ once. With --json, standard output holds one JSON object and whatever the script
 and its children write goes to standard error. torch is imported before the
 script runs, and what other processes compile is not seen.
 
+--html draws the graph around every head, before and after, on one page that
+needs no network; --diff prints the same as code. --measure runs every fused
+head twice when the script is done, alone, with random operands of the same
+shapes: as the inner backend compiles it, and as fxfuse does.
+
 exit status:
   0  the script ran, or exited with status 0
   1  the script or its model raised, or it exited with another status; what was
@@ -27,6 +32,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from .records import Report, journal
@@ -45,7 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte, before Python 3.12
         traceback.print_exception(type(error), error, None)
         return _say(NOT_RUN, f"{given.script} is not a Python script")
+    html = Path(given.html).absolute() if given.html else None  # the script may change directory
+    try:
+        if html is not None:
+            html.open("a").close()  # or nothing would come of what may take hours
+    except OSError as error:
+        return _say(NOT_RUN, f"cannot write {given.html}: {error.strerror}")
     out = _claim_stdout(for_us_alone=given.json)
+    _watch(given)
 
     scope, raised = run(code, given.script, given.args)
     report = journal.report()
@@ -55,17 +68,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     _flush()
     print(json.dumps(report.to_dict()) if given.json else report, file=out, flush=True)
+    if given.diff:
+        from .diff import diff
+
+        print("\n" + diff(report, colour=out.isatty() and "NO_COLOR" not in os.environ), file=out, flush=True)
+    if html is not None:
+        from .html import page
+
+        html.write_text(page(report, " ".join([given.script, *given.args])), encoding="utf-8")
     return status
+
+
+def _watch(given: argparse.Namespace) -> None:
+    """Have the journal remember what these flags show."""
+    if given.html or given.diff:
+        from .picture import Sketch
+
+        journal.watchers.append(Sketch)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fxfuse.report",
-        usage="%(prog)s [-h] [--json] SCRIPT [ARGS ...]",
+        usage="%(prog)s [-h] [--json | --diff] [--html FILE] [--measure] SCRIPT [ARGS ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    form.add_argument("--diff", action="store_true", help="print the graphs before and after too, as a diff")
+    parser.add_argument("--html", metavar="FILE", help="also write a page to FILE, with every head drawn")
+    parser.add_argument("--measure", action="store_true", help="also measure time and memory of every head")
     parser.add_argument("script", metavar="SCRIPT", help="the script to run")
     rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
     rest.required = False  # only for the message when SCRIPT is missing: it would name both

@@ -5,9 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.fx import Graph, Node
+
+    from ..analysis import Candidate
 
 Status = Literal["fused", "deferred", "kept"]
 
@@ -49,10 +56,14 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """The sites of one compiled graph, ``id`` counting from 0 in the order of compilation."""
+    """The sites of one compiled graph, ``id`` counting from 0 in the order of compilation.
+
+    ``watched`` is what the journal's watchers have of it.
+    """
 
     id: int
     sites: tuple[Site, ...] = ()
+    watched: tuple[Watcher, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,17 +124,34 @@ class Report:
         return table(self)
 
 
+class Watcher(Protocol):
+    """Sees one graph being rewritten, and each checkpointed body in it; keeps neither."""
+
+    def analysed(self, graph: Graph, candidates: Sequence[Candidate], in_checkpoint: bool) -> None:
+        """Nothing is changed yet. Only of graphs that have heads, as the others."""
+
+    def planned(self, candidates: Sequence[Candidate]) -> None:
+        """It is known what becomes of each head, and what is there now is still there."""
+
+    def rewritten(self, graph: Graph, made: Mapping[Candidate, Sequence[Node]]) -> None:
+        """It is done: ``made`` are the new nodes for each head, of which some may be gone again."""
+
+
 class Journal:
-    """Graphs in the order in which they were compiled, in this process."""
+    """Graphs in the order in which they were compiled, in this process.
+
+    ``watchers`` are made anew for every graph; there are none but where a report asks for more than the sites.
+    """
 
     def __init__(self) -> None:
+        self.watchers: list[Callable[[], Watcher]] = []
         self._lock = threading.Lock()
         self._graphs: list[GraphRecord] = []
         self._reads: dict[tuple[Literal["read", "copied"], str, str], tuple[int, int]] = {}
 
-    def add(self, sites: Iterable[Site]) -> GraphRecord:
+    def add(self, sites: Iterable[Site], watched: Iterable[Watcher] = ()) -> GraphRecord:
         with self._lock:
-            record = GraphRecord(len(self._graphs), tuple(sites))
+            record = GraphRecord(len(self._graphs), tuple(sites), tuple(watched))
             self._graphs.append(record)
         return record
 

@@ -53,6 +53,11 @@ def module_path(node: Node, weight: Any) -> str:
     return _clean(path) if owned else ""
 
 
+def argument_name(node: Node) -> str:
+    """What the program calls an argument of the graph: ``"lm_head.weight"``, ``"ids"``."""
+    return _clean(dynamo_source(node)) or node.name
+
+
 def _clean(path: str) -> str:
     """``"model.lm_head"`` of ``"L['self']._modules['model']._modules['lm_head']"``."""
     root, _, rest = path.partition("]")

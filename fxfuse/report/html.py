@@ -1,0 +1,199 @@
+"""A ``Report`` as one page that needs nothing else: ``--html FILE``."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, get_args
+
+import torch
+
+from .diff import of_graph
+from .layout import Layout, Placed, layout
+from .picture import Box, Drawing, Sketch
+from .records import GraphRecord, Report, Site, Status
+from .text import human_bytes
+
+# Of light and dark pages. A test holds every pair that is read against WCAG's contrast of 4.5.
+PALETTES = {
+    "light": {
+        "page": "#f6f7f9",
+        "card": "#ffffff",
+        "text": "#1b1f24",
+        "faint": "#57606a",
+        "line": "#d0d7de",
+        "code": "#eef1f4",
+        "fused": "#116329",
+        "fused-tint": "#dcf5e3",
+        "deferred": "#0a53a8",
+        "deferred-tint": "#dfeeff",
+        "kept": "#953800",
+        "kept-tint": "#fff0e0",
+    },
+    "dark": {
+        "page": "#0f1318",
+        "card": "#181d24",
+        "text": "#e6eaef",
+        "faint": "#9da7b3",
+        "line": "#353d48",
+        "code": "#222932",
+        "fused": "#6fdd8b",
+        "fused-tint": "#12351f",
+        "deferred": "#85bdff",
+        "deferred-tint": "#12304f",
+        "kept": "#ffb878",
+        "kept-tint": "#43290f",
+    },
+}
+
+SIGNS = {"fused": "✓", "deferred": "◷", "kept": "✕"}
+_COSTS = {
+    "read": "computed after all, because something read their values",
+    "copied": "their weight was copied before an optimizer changed it, as nothing had read them yet",
+}
+
+_CHARACTER = 7.3  # width of one, in the drawings
+_LONGEST = 26  # characters of a line in a box
+_HEIGHT, _STEP = 72.0, 108.0
+
+
+def page(report: Report, title: str) -> str:
+    """The page, in UTF-8. ``title`` says what was run."""
+    from jinja2 import Environment, PackageLoader
+
+    from .. import __version__
+
+    environment = Environment(
+        loader=PackageLoader("fxfuse.report", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"bytes": human_bytes, "place": _place}
+    counts = Counter(site.status for site in report.sites)
+    return environment.get_template("page.jinja").render(
+        title=title,
+        versions=f"fxfuse {__version__}, PyTorch {torch.__version__}",
+        palettes=PALETTES,
+        signs=SIGNS,
+        counts={status: counts[status] for status in get_args(Status)},
+        saved=sum(site.bytes_saved for site in report.sites),
+        most=max((site.bytes_saved for site in report.sites), default=0),
+        graphs=[_graph(graph) for graph in report.graphs],
+        reads={kind: (cost, [r for r in report.reads if r.kind == kind]) for kind, cost in _COSTS.items()},
+    )
+
+
+def _place(where: str) -> str:
+    """``file.py:12``, without the directory."""
+    return os.path.basename(where)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A head, and what the page shows beside what is remembered of it."""
+
+    id: str
+    site: Site
+    name: str
+    chains: tuple[tuple[str, ...], ...]
+    line: str
+    blocking_line: str
+    drawings: tuple[_Figure, ...]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class _Label:
+    """What stands in a box, and what is said of it where that is not enough."""
+
+    placed: Placed
+    role: str
+    lines: tuple[str, ...]
+    big: bool
+    title: str
+
+
+@dataclass(frozen=True)
+class _Figure:
+    caption: str
+    layout: Layout
+    labels: tuple[_Label, ...]
+    description: str
+
+
+def _graph(graph: GraphRecord) -> dict[str, Any]:
+    drawings = [d for watcher in graph.watched if isinstance(watcher, Sketch) for d in watcher.drawings]
+    if len(drawings) != len(graph.sites):  # one could not be made, of which a warning has told
+        drawings = []
+    shown = [
+        _shown(f"head-{graph.id}-{number}", site, drawing)
+        for number, (site, drawing) in enumerate(zip_longest(graph.sites, drawings))
+    ]
+    return {"id": graph.id, "heads": shown, "diff": list(of_graph(graph))}
+
+
+def _shown(id: str, site: Site, drawing: Drawing | None) -> _Shown:
+    blocking = site.reason.where if site.reason and site.reason.where != site.where else None
+    return _Shown(
+        id=id,
+        site=site,
+        name=site.module or _place(site.where) or "a projection",
+        chains=tuple(tuple(chain.split(" → ")) for chain in site.pattern.split(" + ")),
+        line=_line(site.where),
+        blocking_line=_line(blocking or ""),
+        drawings=tuple(_figures(site, drawing)) if drawing else (),
+        left_out=drawing.left_out if drawing else 0,
+    )
+
+
+def _line(where: str) -> str:
+    file, _, line = where.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+
+
+def _figures(site: Site, drawing: Drawing) -> Iterator[_Figure]:
+    blocking = site.reason.where if site.reason else None
+    if site.status == "kept":
+        yield _figure("The graph, left as it was", drawing.before, blocking)
+    else:
+        yield _figure("Before", drawing.before, None)
+        yield _figure("After", drawing.after, None)
+
+
+def _figure(caption: str, boxes: Sequence[Box], blocking: str | None) -> _Figure:
+    most = max((box.bytes for box in boxes if box.role in ("projection", "derived")), default=0)
+    texts = {}
+    for box in boxes:
+        size = human_bytes(box.bytes) if box.bytes else ""
+        blocks = box.role == "reader" and blocking and box.where == blocking
+        role = f"{SIGNS['kept']} reader without a rule" if blocks else "" if box.role == "other" else box.role
+        about = f"{box.shape} {box.dtype}".strip()
+        texts[box.name] = role, (box.function, about, size)
+    widths = {
+        name: 24 + _CHARACTER * max(len(role), *(min(len(line), _LONGEST) for line in lines))
+        for name, (role, lines) in texts.items()
+    }
+    arranged = layout(boxes, widths, _HEIGHT, _STEP)
+    labels = []
+    for placed in arranged.boxes:
+        box = placed.box
+        role, lines = texts[box.name]
+        big = box.bytes > 0 and 2 * box.bytes > most and box.role in ("projection", "derived")
+        title = "; ".join(filter(None, (box.name, *lines, box.where)))
+        labels.append(_Label(placed, role, tuple(map(_shortened, lines)), big, title))
+    steps = (f"{box.function} of {', '.join(_names(boxes, box))}" for box in boxes if box.inputs)
+    return _Figure(caption, arranged, tuple(labels), "; ".join(steps))
+
+
+def _names(boxes: Sequence[Box], box: Box) -> list[str]:
+    functions = {other.name: other.function for other in boxes}
+    return [functions[name] for name in box.inputs]
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= _LONGEST:
+        return line
+    half = (_LONGEST - 1) // 2
+    return f"{line[:half]}…{line[-half:]}"
