@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 import transformers
-from head import command, reset_resident_peak, resident_mib
+from head import command
 from tabulate import tabulate
 from tqdm import tqdm
+
+from fxfuse.report.measure import reset_resident_peak, resident_bytes
 
 LLAMA = {
     **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
@@ -87,7 +89,7 @@ def measure(name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
         row["first s"] = round(times[0], 1)
         row["loss"] = round(float(out.loss), 4)
         row["GiB"] = round(
-            torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else resident_mib("VmHWM") / 2**10, 1
+            torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else resident_bytes("VmHWM") / 2**30, 1
         )
     except torch.OutOfMemoryError:
         row["tok/s"] = "out of memory"

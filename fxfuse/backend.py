@@ -16,7 +16,7 @@ from . import compat, errors
 from .escape import on_plain_tensors, restored
 from .graph import rewrite
 from .options import PREFIX, Options
-from .report.records import journal
+from .report.records import Watched, journal
 
 
 def fxfuse(
@@ -44,7 +44,9 @@ def fxfuse(
         (results,) = gm.graph.output_node().args
         watchers = [watcher() for watcher in journal.watchers]
         sites, escapes = rewrite(gm, own, watchers) if own.enabled else ((), ())
-        journal.add(sites, watchers)
+        record = journal.add(sites)
+        if watchers:
+            journal.watched[record.id] = Watched(watchers, mode, options or {})
         for site in sites:
             if own.strict and site.reason is not None and site.reason.mendable:
                 raise errors.kept_dense(site.where, site.reason)

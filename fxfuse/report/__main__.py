@@ -63,19 +63,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     scope, raised = run(code, given.script, given.args)
     report = journal.report()
     status = _ended(given.script, raised)
+    own = None
     if status == RAN and not report.graphs:
         status, report = _compile_example(given.script, scope)
+        own = "inductor"  # what the user will compile it with, where we did not
+    if given.measure:
+        from .measure import measure
+
+        report = measure(report, journal.watched, own)
 
     _flush()
     print(json.dumps(report.to_dict()) if given.json else report, file=out, flush=True)
+    if given.measure and not given.json:
+        from .measure import measurements
+
+        print("\n" + measurements(report), file=out, flush=True)
     if given.diff:
         from .diff import diff
 
-        print("\n" + diff(report, colour=out.isatty() and "NO_COLOR" not in os.environ), file=out, flush=True)
+        print(
+            "\n" + diff(report, journal.watched, colour=out.isatty() and "NO_COLOR" not in os.environ),
+            file=out,
+            flush=True,
+        )
     if html is not None:
         from .html import page
 
-        html.write_text(page(report, " ".join([given.script, *given.args])), encoding="utf-8")
+        html.write_text(page(report, journal.watched, " ".join([given.script, *given.args])), encoding="utf-8")
     return status
 
 
@@ -85,6 +99,10 @@ def _watch(given: argparse.Namespace) -> None:
         from .picture import Sketch
 
         journal.watchers.append(Sketch)
+    if given.measure:
+        from .measure import Cutter
+
+        journal.watchers.append(Cutter)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

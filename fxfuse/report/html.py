@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, get_args
@@ -15,7 +15,7 @@ import torch
 from .diff import of_graph
 from .layout import Layout, Placed, layout
 from .picture import Box, Drawing, Sketch
-from .records import GraphRecord, Report, Site, Status
+from .records import GraphRecord, Report, Site, Status, Watched
 from .text import human_bytes
 
 # Of light and dark pages. A test holds every pair that is read against WCAG's contrast of 4.5.
@@ -61,8 +61,8 @@ _LONGEST = 26  # characters of a line in a box
 _HEIGHT, _STEP = 72.0, 108.0
 
 
-def page(report: Report, title: str) -> str:
-    """The page, in UTF-8. ``title`` says what was run."""
+def page(report: Report, watched: Mapping[int, Watched], title: str) -> str:
+    """The page, to be written in UTF-8. ``title`` says what was run; heads of graphs in ``watched`` are drawn."""
     from jinja2 import Environment, PackageLoader
 
     from .. import __version__
@@ -80,7 +80,8 @@ def page(report: Report, title: str) -> str:
         counts={status: counts[status] for status in get_args(Status)},
         saved=sum(site.bytes_saved for site in report.sites),
         most=max((site.bytes_saved for site in report.sites), default=0),
-        graphs=[_graph(graph) for graph in report.graphs],
+        graphs=[_graph(graph, watched) for graph in report.graphs],
+        fused_reads=getattr(report, "fused_reads", ()),
         reads={kind: (cost, [r for r in report.reads if r.kind == kind]) for kind, cost in _COSTS.items()},
     )
 
@@ -123,15 +124,16 @@ class _Figure:
     description: str
 
 
-def _graph(graph: GraphRecord) -> dict[str, Any]:
-    drawings = [d for watcher in graph.watched if isinstance(watcher, Sketch) for d in watcher.drawings]
+def _graph(graph: GraphRecord, watched: Mapping[int, Watched]) -> dict[str, Any]:
+    sketch = watched[graph.id].by(Sketch) if graph.id in watched else None
+    drawings = sketch.drawings if sketch else []
     if len(drawings) != len(graph.sites):  # one could not be made, of which a warning has told
         drawings = []
     shown = [
         _shown(f"head-{graph.id}-{number}", site, drawing)
         for number, (site, drawing) in enumerate(zip_longest(graph.sites, drawings))
     ]
-    return {"id": graph.id, "heads": shown, "diff": list(of_graph(graph))}
+    return {"id": graph.id, "record": graph, "heads": shown, "diff": list(of_graph(graph.id, watched))}
 
 
 def _shown(id: str, site: Site, drawing: Drawing | None) -> _Shown:

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ..reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch.fx import Graph, Node
 
     from ..analysis import Candidate
 
 Status = Literal["fused", "deferred", "kept"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one head alone, forward and backward: milliseconds, and the peak of memory above its operands in bytes.
+
+    ``bytes`` is None where this cannot be told.
+    """
+
+    ms: float
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ``--measure`` found.
+
+    Attributes:
+        without, fused: None where it could not be run.
+        device: where it ran, ``"cuda:0"``.
+        note: why something was not measured, or in what the head alone differs from where it was cut out of.
+    """
+
+    without: Cost | None = None
+    fused: Cost | None = None
+    device: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +64,7 @@ class Site:
         bytes_saved: bytes of the ``[N, V]`` tensors that eager makes at this site and the fused program does not
             (the logits, their converted copy, their gradient); 0 when kept. Dynamic sizes count by their hint.
         reason: why it was kept; None unless it was.
+        measured: time and memory of it, where they were asked for; None too where it was kept.
     """
 
     status: Status
@@ -52,18 +78,15 @@ class Site:
     variant: str = ""
     bytes_saved: int = 0
     reason: Reason | None = None
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """The sites of one compiled graph, ``id`` counting from 0 in the order of compilation.
-
-    ``watched`` is what the journal's watchers have of it.
-    """
+    """The sites of one compiled graph, ``id`` counting from 0 in the order of compilation."""
 
     id: int
     sites: tuple[Site, ...] = ()
-    watched: tuple[Watcher, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,21 +160,38 @@ class Watcher(Protocol):
         """It is done: ``made`` are the new nodes for each head, of which some may be gone again."""
 
 
+W = TypeVar("W", bound=Watcher)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What ``watchers`` have of a graph that was compiled with ``mode`` and ``options``."""
+
+    watchers: Sequence[Watcher]
+    mode: str | None
+    options: Mapping[str, Any]
+
+    def by(self, kind: type[W]) -> W | None:
+        return next((watcher for watcher in self.watchers if isinstance(watcher, kind)), None)
+
+
 class Journal:
     """Graphs in the order in which they were compiled, in this process.
 
-    ``watchers`` are made anew for every graph; there are none but where a report asks for more than the sites.
+    ``watchers`` are made anew for every graph, and there are none but where a report asks for more than the sites;
+    ``watched`` has theirs, by the number of the graph.
     """
 
     def __init__(self) -> None:
         self.watchers: list[Callable[[], Watcher]] = []
+        self.watched: dict[int, Watched] = {}
         self._lock = threading.Lock()
         self._graphs: list[GraphRecord] = []
         self._reads: dict[tuple[Literal["read", "copied"], str, str], tuple[int, int]] = {}
 
-    def add(self, sites: Iterable[Site], watched: Iterable[Watcher] = ()) -> GraphRecord:
+    def add(self, sites: Iterable[Site]) -> GraphRecord:
         with self._lock:
-            record = GraphRecord(len(self._graphs), tuple(sites), tuple(watched))
+            record = GraphRecord(len(self._graphs), tuple(sites))
             self._graphs.append(record)
         return record
 
