@@ -137,7 +137,7 @@ class Clock:
 
 def peak_mib(f: Callable[[], Any]) -> float | None:
     """Peak of memory during ``f`` above what was in use before, in MiB: CUDA's, or without that the process's."""
-    peak = peak_bytes(f)
+    peak = peak_bytes(f, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return None if peak is None else peak / 2**20
 
 

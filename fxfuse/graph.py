@@ -275,12 +275,13 @@ def rewrite(gm: GraphModule, options: Options, watchers: Sequence[Watcher] = ())
     return Rewritten(tuple(sites), tuple(escapes))
 
 
-def _tell(watchers: Sequence[Watcher], event: str, *args: Any) -> None:
-    """Call a method of every watcher, which must not change what becomes of the program if it fails."""
-    for watcher in watchers:
+def _tell(watchers: list[Watcher], event: str, *args: Any) -> None:
+    """Call a method of every watcher. One that fails is told no more, and changes nothing for the program."""
+    for watcher in tuple(watchers):
         try:
             getattr(watcher, event)(*args)
         except Exception as failure:
+            watchers.remove(watcher)
             warnings.warn(errors.watching_failed(failure), errors.FxfuseWarning, stacklevel=2)
 
 
@@ -294,6 +295,7 @@ def _rewrite_graph(
     swaps: list[tuple[Node, Node]] = []
     sent: dict[Candidate, list[Escape]] = {}
     made_for: dict[Candidate, list[Node]] = {}
+    told: list[Watcher] = []
     output = graph.output_node()
     returned = output.args
     try:
@@ -301,9 +303,8 @@ def _rewrite_graph(
         candidates = [c for c in analysis.candidates if c.is_head]
         may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
-        if not candidates:
-            watchers = ()
-        _tell(watchers, "analysed", graph, candidates, in_checkpoint)
+        told = list(watchers) if candidates else []
+        _tell(told, "analysed", graph, candidates, in_checkpoint)
         for candidate in candidates:
             assert planner is not None
             before = len(made)
@@ -313,7 +314,7 @@ def _rewrite_graph(
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 variants.setdefault(candidate, []).append(variant)
             made_for[candidate] = made[before:]
-        _tell(watchers, "planned", candidates)
+        _tell(told, "planned", candidates)
         for candidate in candidates:
             before = len(made)
             if candidate.kept is None:
@@ -336,9 +337,8 @@ def _rewrite_graph(
         warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
-        if candidates:
-            _tell(watchers, "planned", candidates)
-            _tell(watchers, "rewritten", graph, dict.fromkeys(candidates, ()))
+        _tell(told, "planned", candidates)
+        _tell(told, "rewritten", graph, dict.fromkeys(candidates, ()))
         return [(_site(candidate, ""), []) for candidate in candidates]
     for old, _ in swaps:
         graph.erase_node(old)
@@ -347,5 +347,5 @@ def _rewrite_graph(
             graph.erase_node(node)
     if swaps or sent:
         gm.recompile()
-    _tell(watchers, "rewritten", graph, made_for)
+    _tell(told, "rewritten", graph, made_for)
     return [(_site(c, "; ".join(dict.fromkeys(variants.get(c, ())))), sent.get(c, [])) for c in candidates]

@@ -163,6 +163,7 @@ def test_json_form() -> None:
                             "call",
                             "where": "/home/someone/project/metrics.py:7",
                         },
+                        "measured": None,
                     }
                 ],
             },

@@ -5,13 +5,14 @@ from __future__ import annotations
 import linecache
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, get_args
 
 import torch
 
+from ..reasons import Reason
 from .diff import of_graph
 from .layout import Layout, Placed, layout
 from .picture import Box, Drawing, Sketch
@@ -156,21 +157,28 @@ def _line(where: str) -> str:
 
 
 def _figures(site: Site, drawing: Drawing) -> Iterator[_Figure]:
-    blocking = site.reason.where if site.reason else None
-    if site.status == "kept":
-        yield _figure("The graph, left as it was", drawing.before, blocking)
+    if site.reason is not None:
+        yield _figure("The graph, left as it was", drawing.before, _blocking(site.reason, drawing.before))
     else:
-        yield _figure("Before", drawing.before, None)
-        yield _figure("After", drawing.after, None)
+        yield _figure("Before", drawing.before)
+        yield _figure("After", drawing.after)
 
 
-def _figure(caption: str, boxes: Sequence[Box], blocking: str | None) -> _Figure:
+def _blocking(reason: Reason, boxes: Sequence[Box]) -> set[str]:
+    """Names of the readers that a head was kept for: those of that line, or of them those that the reason names."""
+    there = [box for box in boxes if box.role == "reader" and box.where == reason.where]
+    named = [box for box in there if box.function in reason.sentence]
+    return {box.name for box in named or there}
+
+
+def _figure(caption: str, boxes: Sequence[Box], blocking: Set[str] = frozenset()) -> _Figure:
     most = max((box.bytes for box in boxes if box.role in ("projection", "derived")), default=0)
     texts = {}
     for box in boxes:
         size = human_bytes(box.bytes) if box.bytes else ""
-        blocks = box.role == "reader" and blocking and box.where == blocking
-        role = f"{SIGNS['kept']} reader without a rule" if blocks else "" if box.role == "other" else box.role
+        role: str = "" if box.role == "other" else box.role
+        if box.name in blocking:
+            role = f"{SIGNS['kept']} reader, in the way"
         about = f"{box.shape} {box.dtype}".strip()
         texts[box.name] = role, (box.function, about, size)
     widths = {

@@ -55,7 +55,8 @@ class Operand:
 
     def make(self) -> Tensor:
         """Random values: class indices in range, or numbers that a program can divide by and take logarithms of."""
-        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        made = torch.empty(last + 1, dtype=self.dtype, device=self.device)  # of which several elements may be one
         if self.dtype == torch.bool:
             made.bernoulli_()
         elif not self.dtype.is_floating_point:
@@ -64,7 +65,7 @@ class Operand:
             made.normal_(std=self.shape[-1] ** -0.25)  # so that logits are of the size of one
         else:
             made.uniform_(0.5, 1.5)
-        return made.requires_grad_(self.requires_grad)
+        return made.as_strided(self.shape, self.strides).requires_grad_(self.requires_grad)
 
     @property
     def bytes(self) -> int:
@@ -135,6 +136,7 @@ def _cut(candidate: Candidate, in_checkpoint: bool) -> Cut:
     readers = list(dict.fromkeys(node for node, _ in candidate.readers))
     results = list(dict.fromkeys([*readers, *(escaped.node for escaped in candidate.escaped)]))
     inside = _inside(graph, {*candidate.derived, *readers})
+    classes = min(compat.hint(reader.source.vocab) for _, reader in candidate.readers)
     own = Graph()
     copies: dict[Node, Any] = {}
     operands: list[Operand] = []
@@ -145,7 +147,7 @@ def _cut(candidate: Candidate, in_checkpoint: bool) -> Cut:
         example = node.meta.get("example_value")
         if isinstance(example, Tensor):
             copies[node] = own.placeholder(f"operand_{len(operands)}")
-            operands.append(_operand(example, users, min(map(compat.hint, candidate.class_sizes))))
+            operands.append(_operand(example, users, classes))
         else:
             copies[node] = compat.hint(example) if isinstance(example, torch.SymInt) else example
     modes: list[Mode] = []
@@ -277,16 +279,15 @@ def _measured(site: Site, cut: Cut | None, graph: Watched, inner: str | None, ba
     for enabled, name in ((False, "without fxfuse"), (True, "with fxfuse")):
         bar.set_postfix_str(f"{site.module or site.where} {name}")
         try:
-            room = 2 * sum(operand.bytes for operand in cut.operands) + (0 if enabled else site.bytes_saved)
-            _check_room(device, room)
+            _check_room(device, 2 * sum(operand.bytes for operand in cut.operands) + (not enabled) * site.bytes_saved)
             run = _compiled(cut, graph.mode, {**options, f"{PREFIX}enabled": enabled})
             since = len(journal)
             costs.append(_cost(cut, run, device))
             if enabled:
                 notes += _differences(site, journal.report(since).sites)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (torch.OutOfMemoryError, MemoryError):
             costs.append(None)
-            notes.append(f"{name}, too large for what is free of {device}" + (f" ({error})" if room else ""))
+            notes.append(f"{name}, it is too large for what is free of {device}'s memory")
         except Exception as failure:
             costs.append(None)
             what = str(failure).partition("\n")[0]
@@ -343,7 +344,7 @@ def _cost(cut: Cut, run: Callable[..., Any], device: torch.device) -> Cost:
         times: list[float] = []
         while len(times) < _REPEATS or sum(times) < _SECONDS:
             times.append(_timed(step, device))
-        return Cost(ms=1e3 * statistics.median(times), bytes=peak_bytes(step))
+        return Cost(ms=1e3 * statistics.median(times), bytes=peak_bytes(step, device))
 
 
 def _timed(step: Callable[[], None], device: torch.device) -> float:
@@ -373,7 +374,7 @@ def _check_room(device: torch.device, needed: int) -> None:
     except (OSError, StopIteration):
         return
     if needed > free:
-        raise MemoryError(f"{human_bytes(needed)} are needed, {human_bytes(free)} are free")
+        raise MemoryError
 
 
 # --- showing it -----------------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ def measurements(report: Report) -> str:
     )
 
 
-_MEASURED = "Each head alone, forward and backward, with random operands; memory is above these, gradients included:"
+_MEASURED = "Each head alone, forward and backward, with random operands; memory above these, with gradients:"
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
@@ -424,13 +425,13 @@ def reset_resident_peak() -> None:
         clear.write("5")
 
 
-def peak_bytes(f: Callable[[], Any]) -> int | None:
-    """Peak of memory during ``f`` above what was in use before: CUDA's, or without that the process's.
+def peak_bytes(f: Callable[[], Any], device: torch.device) -> int | None:
+    """Peak of memory during ``f`` above what was in use before: the CUDA allocator's, or of the process for a CPU.
 
     None where that cannot be told: on neither Linux nor glibc.
     """
     gc.collect()
-    if not torch.cuda.is_available():
+    if device.type != "cuda":
         try:
             reset_resident_peak()
             before = resident_bytes("VmRSS")
@@ -438,9 +439,9 @@ def peak_bytes(f: Callable[[], Any]) -> int | None:
             return resident_bytes("VmHWM") - before
         except (OSError, AttributeError):
             return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     f()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
