@@ -295,7 +295,7 @@ def _rewrite_graph(
     swaps: list[tuple[Node, Node]] = []
     sent: dict[Candidate, list[Escape]] = {}
     made_for: dict[Candidate, list[Node]] = {}
-    told: list[Watcher] = []
+    listening: list[Watcher] = []
     output = graph.output_node()
     returned = output.args
     try:
@@ -303,8 +303,8 @@ def _rewrite_graph(
         candidates = [c for c in analysis.candidates if c.is_head]
         may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
-        told = list(watchers) if candidates else []
-        _tell(told, "analysed", graph, candidates, in_checkpoint)
+        listening = list(watchers) if candidates else []
+        _tell(listening, "analysed", graph, candidates, in_checkpoint)
         for candidate in candidates:
             assert planner is not None
             before = len(made)
@@ -314,7 +314,7 @@ def _rewrite_graph(
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 variants.setdefault(candidate, []).append(variant)
             made_for[candidate] = made[before:]
-        _tell(told, "planned", candidates)
+        _tell(listening, "planned", candidates)
         for candidate in candidates:
             before = len(made)
             if candidate.kept is None:
@@ -337,8 +337,8 @@ def _rewrite_graph(
         warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
-        _tell(told, "planned", candidates)
-        _tell(told, "rewritten", graph, dict.fromkeys(candidates, ()))
+        _tell(listening, "planned", candidates)
+        _tell(listening, "rewritten", graph, dict.fromkeys(candidates, ()))
         return [(_site(candidate, ""), []) for candidate in candidates]
     for old, _ in swaps:
         graph.erase_node(old)
@@ -347,5 +347,5 @@ def _rewrite_graph(
             graph.erase_node(node)
     if swaps or sent:
         gm.recompile()
-    _tell(told, "rewritten", graph, made_for)
+    _tell(listening, "rewritten", graph, made_for)
     return [(_site(c, "; ".join(dict.fromkeys(variants.get(c, ())))), sent.get(c, [])) for c in candidates]
