@@ -152,7 +152,7 @@ def test_every_head_is_told(source: str) -> None:
         "12.5 ms",
         "7.0 GiB",
         "11.5 ms",
-        "Not all was measured: nothing in this graph reads the logits.",
+        "Not measured: nothing in this graph reads the logits.",
         "What to do:",
         because("unknown_reader").remedy,
         "12 more operations, farther from the projection, are not drawn.",

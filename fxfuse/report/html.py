@@ -71,7 +71,8 @@ def page(report: Report, watched: Mapping[int, Watched], title: str) -> str:
     environment = Environment(
         loader=PackageLoader("fxfuse.report", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"bytes": human_bytes, "place": _place}
+    here = os.path.join(os.getcwd(), "")
+    environment.filters |= {"bytes": human_bytes, "short": lambda where: where.removeprefix(here)}
     counts = Counter(site.status for site in report.sites)
     return environment.get_template("page.jinja").render(
         title=title,
@@ -85,11 +86,6 @@ def page(report: Report, watched: Mapping[int, Watched], title: str) -> str:
         fused_reads=getattr(report, "fused_reads", ()),
         reads={kind: (cost, [r for r in report.reads if r.kind == kind]) for kind, cost in _COSTS.items()},
     )
-
-
-def _place(where: str) -> str:
-    """``file.py:12``, without the directory."""
-    return os.path.basename(where)
 
 
 @dataclass(frozen=True)
@@ -142,13 +138,18 @@ def _shown(id: str, site: Site, drawing: Drawing | None) -> _Shown:
     return _Shown(
         id=id,
         site=site,
-        name=site.module or _place(site.where) or "a projection",
-        chains=tuple(tuple(chain.split(" → ")) for chain in site.pattern.split(" + ")),
-        line=_line(site.where),
+        name=site.module or os.path.basename(site.where) or "a projection",
+        chains=_chains(site),
+        line=getattr(site, "source", "") or _line(site.where),
         blocking_line=_line(blocking or ""),
         drawings=tuple(_figures(site, drawing)) if drawing else (),
         left_out=drawing.left_out if drawing else 0,
     )
+
+
+def _chains(site: Site) -> tuple[tuple[str, ...], ...]:
+    chains = [use.chain for use in getattr(site, "uses", ())] or site.pattern.split(" + ")
+    return tuple(tuple(chain.split(" → ")) for chain in chains)
 
 
 def _line(where: str) -> str:
@@ -190,7 +191,7 @@ def _figure(caption: str, boxes: Sequence[Box], blocking: Set[str] = frozenset()
     for placed in arranged.boxes:
         box = placed.box
         role, lines = texts[box.name]
-        big = box.bytes > 0 and 2 * box.bytes > most and box.role in ("projection", "derived")
+        big = box.bytes > 0 and 2 * box.bytes >= most and box.role in ("projection", "derived")
         title = "; ".join(filter(None, (box.name, *lines, box.where)))
         labels.append(_Label(placed, role, tuple(map(_shortened, lines)), big, title))
     steps = (f"{box.function} of {', '.join(_names(boxes, box))}" for box in boxes if box.inputs)

@@ -395,7 +395,7 @@ def measurements(report: Report) -> str:
             costs += [human_bytes(cost.bytes) if cost and cost.bytes is not None else "–" for cost in (without, fused)]
             rows.append((where, site.module, site.measured.device, *costs))
         if site.measured.note:
-            notes.append(f"{where}: not all was measured: {site.measured.note}")
+            notes.append(f"{where}: {'' if without or fused else 'not measured: '}{site.measured.note}")
     headers = ("where", "module", "device", "time", "with fxfuse", "peak memory", "with fxfuse")
     aligned = ("left",) * 3 + ("right",) * 4
     grid = [tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=aligned)] if rows else []
