@@ -294,4 +294,8 @@ def test_in_a_browser(width: int, scheme: str, browser: Any, source: str, tmp_pa
         t => t.getBBox().width > g.querySelector("rect").getBBox().width)).length"""
     assert tab.evaluate(wider) == 0
     assert tab.get_by_role("img", name="Before").count() == 2
+    tab.emulate_media(media="print")  # on white paper, whatever the scheme
+    assert tab.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light"
+    ink = tab.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--text')")
+    assert ink.strip() == PALETTES["light"]["text"]
     tab.close()
