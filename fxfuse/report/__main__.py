@@ -32,9 +32,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
+from . import forms
 from .records import Report, journal
 from .run import example_call, load, run
 
@@ -51,58 +51,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte, before Python 3.12
         traceback.print_exception(type(error), error, None)
         return _say(NOT_RUN, f"{given.script} is not a Python script")
-    html = Path(given.html).absolute() if given.html else None  # the script may change directory
     try:
-        if html is not None:
-            html.open("a").close()  # or nothing would come of what may take hours
+        forms.watch(given)
     except OSError as error:
-        return _say(NOT_RUN, f"cannot write {given.html}: {error.strerror}")
+        return _say(NOT_RUN, f"cannot write {error.filename}: {error.strerror}")
     out = _claim_stdout(for_us_alone=given.json)
-    _watch(given)
 
     scope, raised = run(code, given.script, given.args)
     report = journal.report()
     status = _ended(given.script, raised)
-    own = None
+    inner = None
     if status == RAN and not report.graphs:
         status, report = _compile_example(given.script, scope)
-        own = "inductor"  # what the user will compile it with, where we did not
-    if given.measure:
-        from .measure import measure
-
-        report = measure(report, journal.watched, own)
+        inner = "inductor"  # what it will be compiled with, where we did without
+    report = forms.measured(report, given, inner)
 
     _flush()
     print(json.dumps(report.to_dict()) if given.json else report, file=out, flush=True)
-    if given.measure and not given.json:
-        from .measure import measurements
-
-        print("\n" + measurements(report), file=out, flush=True)
-    if given.diff:
-        from .diff import diff
-
-        print(
-            "\n" + diff(report, journal.watched, colour=out.isatty() and "NO_COLOR" not in os.environ),
-            file=out,
-            flush=True,
-        )
-    if html is not None:
-        from .html import page
-
-        html.write_text(page(report, journal.watched, " ".join([given.script, *given.args])), encoding="utf-8")
+    forms.show(report, given, out, " ".join([given.script, *given.args]))
     return status
-
-
-def _watch(given: argparse.Namespace) -> None:
-    """Have the journal remember what these flags show."""
-    if given.html or given.diff:
-        from .picture import Sketch
-
-        journal.watchers.append(Sketch)
-    if given.measure:
-        from .measure import Cutter
-
-        journal.watchers.append(Cutter)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -114,9 +81,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
-    form.add_argument("--diff", action="store_true", help="print the graphs before and after too, as a diff")
-    parser.add_argument("--html", metavar="FILE", help="also write a page to FILE, with every head drawn")
-    parser.add_argument("--measure", action="store_true", help="also measure time and memory of every head")
+    forms.add_flags(parser, form)
     parser.add_argument("script", metavar="SCRIPT", help="the script to run")
     rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
     rest.required = False  # only for the message when SCRIPT is missing: it would name both
