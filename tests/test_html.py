@@ -43,11 +43,11 @@ AFTER = (
 )
 FUSED = Site(
     "fused", "linear → view → cross_entropy", "model.py:9", "lm_head", "8*s27", 64, 32000, "bfloat16",
-    "gradients in forward", 6 << 30, None, Measured(Cost(12.5, 7 << 30), Cost(11.5, 1 << 30), "cuda:0"),
+    "gradients in forward", 6 << 30, measured=Measured(Cost(12.5, 7 << 30), Cost(11.5, 1 << 30), "cuda:0"),
 )  # fmt: skip
 DEFERRED = Site(
-    "deferred", "linear", "model.py:30", "", 2048, 64, 32000, "float32", "", 3 << 30, None,
-    Measured(note="nothing in this graph reads the logits"),
+    "deferred", "linear", "model.py:30", "", 2048, 64, 32000, "float32", "", 3 << 30,
+    measured=Measured(note="nothing in this graph reads the logits"),
 )  # fmt: skip
 KEPT = Site(
     "kept", f"linear → {HOSTILE} + linear → topk", f"dir/{HOSTILE}.py:9", f"head.{HOSTILE}", 2048, 64, 32000, "float16",
