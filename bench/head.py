@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import json
 import platform
@@ -32,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from tqdm import tqdm
+
+from fxfuse.report.measure import peak_bytes
 
 SHAPES = {
     "llama3-4k": (4096, 4096, 128256),
@@ -134,36 +135,10 @@ class Clock:
         return times / bases, times * 1e3
 
 
-def resident_mib(field: str) -> float:
-    """``VmRSS``, the memory of this process, or ``VmHWM``, the most since that was last reset; on Linux."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(f"{field}:")) / 2**10
-
-
-def reset_resident_peak() -> None:
-    """Let ``VmHWM`` start anew."""
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps would hide what is taken next
-    with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")
-
-
 def peak_mib(f: Callable[[], Any]) -> float | None:
     """Peak of memory during ``f`` above what was in use before, in MiB: CUDA's, or without that the process's."""
-    gc.collect()
-    if not torch.cuda.is_available():
-        try:
-            reset_resident_peak()
-            before = resident_mib("VmRSS")
-            f()
-            return resident_mib("VmHWM") - before
-        except (OSError, AttributeError):  # neither Linux nor glibc
-            return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    f()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    peak = peak_bytes(f, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return None if peak is None else peak / 2**20
 
 
 def exact_gradients(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,9 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from head import command, reset_resident_peak, resident_mib
+from head import command
 from tabulate import tabulate
 from tqdm import tqdm
+
+from fxfuse.report.measure import reset_resident_peak, resident_bytes
 
 # Sizes as published in the models' own configurations.
 MODELS: dict[str, dict[str, Any]] = {
@@ -137,7 +139,7 @@ def measure(name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
         row["spread"] = round((max(times[WARM_UP:]) - min(times[WARM_UP:])) / median, 3)
         row["first s"] = round(times[0], 1)
         row["loss"] = round(loss, 4)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else resident_mib("VmHWM") / 2**10
+        peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else resident_bytes("VmHWM") / 2**30
         row["GiB"] = round(peak, 1)
     return row
 

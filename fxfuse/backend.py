@@ -17,7 +17,7 @@ from .escape import on_plain_tensors, restored
 from .graph import rewrite
 from .options import PREFIX, Options
 from .report.captured import captured
-from .report.records import journal
+from .report.records import Watched, journal
 
 
 def fxfuse(
@@ -44,8 +44,11 @@ def fxfuse(
         inner = _inner(own.inner, mode, rest)
         (results,) = gm.graph.output_node().args
         record = captured(gm)
-        sites, escapes = rewrite(gm, own, record.ending) if own.enabled else ((), ())
-        journal.add(sites, record)
+        watchers = [watcher() for watcher in journal.watchers]
+        sites, escapes = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), ())
+        record = journal.add(sites, record)
+        if watchers:
+            journal.watched[record.id] = Watched(watchers, mode, options or {})
         for site in sites:
             if own.strict and site.reason is not None and site.reason.mendable:
                 raise errors.kept_dense(site.where, site.reason)

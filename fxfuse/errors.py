@@ -121,5 +121,12 @@ def not_told(failure: Exception) -> str:
     )
 
 
+def watching_failed(failure: Exception) -> str:
+    return (
+        f"fxfuse could not take a head apart for its report ({type(failure).__name__}: {failure}). "
+        "The program is not affected; the report lacks what was to be shown of it. Please report this."
+    )
+
+
 def kept_dense(where: str, reason: Reason) -> Exception:
     return FxfuseError(f"{where}: the logits are kept, because {reason.sentence}. Remedy: {reason.remedy}.")

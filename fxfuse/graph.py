@@ -26,7 +26,7 @@ from .options import Options
 from .passes import KEPT, compute, computes_again, why
 from .reasons import Reason, because
 from .report.chain import uses_of
-from .report.records import Ending, Site, Use
+from .report.records import Ending, Site, Use, Watcher
 from .report.source import function_name, line_at, location, module_path, projection_name
 
 
@@ -295,19 +295,34 @@ class Rewritten(NamedTuple):
     escapes: tuple[tuple[Escape, Site], ...]
 
 
-def rewrite(gm: GraphModule, options: Options, end: Ending | None = None) -> Rewritten:
-    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each; ``end`` as recorded."""
+def rewrite(
+    gm: GraphModule, options: Options, end: Ending | None = None, watchers: Sequence[Watcher] = ()
+) -> Rewritten:
+    """Fuse every head of ``gm`` whose readers allow it, in place, and say what became of each.
+
+    ``end`` is how the graph ended, as recorded; ``watchers`` are shown each step.
+    """
     sites: list[Site] = []
     escapes: list[tuple[Escape, Site]] = []
     for body, in_checkpoint in bodies(gm):
-        for site, sent in _rewrite_graph(body, options, in_checkpoint, None if in_checkpoint else end):
+        for site, sent in _rewrite_graph(body, options, in_checkpoint, None if in_checkpoint else end, watchers):
             sites.append(site)
             escapes += ((escape, site) for escape in sent)
     return Rewritten(tuple(sites), tuple(escapes))
 
 
+def _tell(watchers: list[Watcher], event: str, *args: Any) -> None:
+    """Call a method of every watcher. One that fails is told no more, and changes nothing for the program."""
+    for watcher in tuple(watchers):
+        try:
+            getattr(watcher, event)(*args)
+        except Exception as failure:
+            watchers.remove(watcher)
+            warnings.warn(errors.watching_failed(failure), errors.FxfuseWarning, stacklevel=2)
+
+
 def _rewrite_graph(
-    gm: GraphModule, options: Options, in_checkpoint: bool, end: Ending | None
+    gm: GraphModule, options: Options, in_checkpoint: bool, end: Ending | None, watchers: Sequence[Watcher]
 ) -> list[tuple[Site, list[Escape]]]:
     graph = gm.graph
     candidates: list[Candidate] = []
@@ -316,6 +331,8 @@ def _rewrite_graph(
     told: dict[Candidate, tuple[str, tuple[Use, ...]]] = {}
     swaps: list[tuple[Node, Node]] = []
     sent: dict[Candidate, list[Escape]] = {}
+    made_for: dict[Candidate, list[Node]] = {}
+    listening: list[Watcher] = []
     output = graph.output_node()
     returned = output.args
     try:
@@ -324,8 +341,11 @@ def _rewrite_graph(
         told = {candidate: _told(candidate, analysis, end) for candidate in candidates}
         may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
+        listening = list(watchers) if candidates else []
+        _tell(listening, "analysed", graph, candidates, in_checkpoint)
         for candidate in candidates:
             assert planner is not None
+            before = len(made)
             for one in planner.plan(candidate) or ():
                 emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
                 variant, results = _write(one, emit, in_checkpoint, options.memory)
@@ -333,7 +353,10 @@ def _rewrite_graph(
                 readers = [reader for _, reader in one.readers]
                 cause = why(variant, readers, any(_trained(candidate)), in_checkpoint, options.memory)
                 passes.setdefault(candidate, []).append((variant, cause))
+            made_for[candidate] = made[before:]
+        _tell(listening, "planned", candidates)
         for candidate in candidates:
+            before = len(made)
             if candidate.kept is None:
                 several = len(candidate.escaped) > 1
                 read = any(reader.source.requires_grad for _, reader in candidate.readers)
@@ -341,6 +364,7 @@ def _rewrite_graph(
                     # Where eager made them: in the same mode, before anything else happens.
                     emit = _GraphEmit(graph, escaped.made.next, escaped.made, made)
                     sent.setdefault(candidate, []).append(send_out(escaped, emit, output, read or several))
+            made_for[candidate] += made[before:]
         for old, new in swaps:
             old.replace_all_uses_with(new)
         graph.lint()
@@ -353,6 +377,8 @@ def _rewrite_graph(
         warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
+        _tell(listening, "planned", candidates)
+        _tell(listening, "rewritten", graph, dict.fromkeys(candidates, ()))
         return [(_site(c, (), *told.get(c, ("", ()))), []) for c in candidates]
     for old, _ in swaps:
         graph.erase_node(old)
@@ -361,6 +387,7 @@ def _rewrite_graph(
             graph.erase_node(node)
     if swaps or sent:
         gm.recompile()
+    _tell(listening, "rewritten", graph, made_for)
     return [(_site(c, passes.get(c, ()), *told[c]), sent.get(c, [])) for c in candidates]
 
 

@@ -19,7 +19,7 @@ import fxfuse
 from fxfuse.errors import FxfuseWarning
 from fxfuse.reasons import Reason
 from fxfuse.report import GraphRecord, Report, Site, chain, records
-from fxfuse.report.records import Ending, FusedRead, Journal, Read, Use, journal
+from fxfuse.report.records import Cost, Ending, FusedRead, Journal, Measured, Read, Use, journal
 from fxfuse.report.source import line_at
 
 OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
@@ -397,7 +397,7 @@ def _documented() -> dict[str, set[str]]:
     return {section.split()[0]: set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) for section in sections}
 
 
-RECORDS = (Report, GraphRecord, Site, Use, Reason, Ending, Read, FusedRead)
+RECORDS = (Report, GraphRecord, Site, Use, Measured, Cost, Reason, Ending, Read, FusedRead)
 
 
 def test_the_document_names_every_field() -> None:

@@ -8,6 +8,11 @@ once. With --json, standard output holds one JSON object and whatever the script
 and its children write goes to standard error. torch is imported before the
 script runs, and what other processes compile is not seen.
 
+--html draws the graph around every head, before and after, on one page that
+needs no network; --diff prints the same as code. --measure runs every fused
+head twice when the script is done, alone, with random operands of the same
+shapes: as the inner backend compiles it, and as fxfuse does.
+
 exit status:
   0  the script ran, or exited with status 0
   1  the script or its model raised, or it exited with another status; what was
@@ -29,6 +34,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from . import forms
 from .records import Report, journal
 from .run import example_call, load, run
 
@@ -45,27 +51,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte, before Python 3.12
         traceback.print_exception(type(error), error, None)
         return _say(NOT_RUN, f"{given.script} is not a Python script")
+    try:
+        forms.watch(given)
+    except OSError as error:
+        return _say(NOT_RUN, f"cannot write {error.filename}: {error.strerror}")
     out = _claim_stdout(for_us_alone=given.json)
 
     scope, raised = run(code, given.script, given.args)
     report = journal.report()
     status = _ended(given.script, raised)
+    inner = None
     if status == RAN and not report.graphs:
         status, report = _compile_example(given.script, scope)
+        inner = "inductor"  # what it will be compiled with, where we did without
+    report = forms.measured(report, given, inner)
 
     _flush()
     print(json.dumps(report.to_dict()) if given.json else report, file=out, flush=True)
+    forms.show(report, given, out, " ".join([given.script, *given.args]))
     return status
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fxfuse.report",
-        usage="%(prog)s [-h] [--json] SCRIPT [ARGS ...]",
+        usage="%(prog)s [-h] [--json | --diff] [--html FILE] [--measure] SCRIPT [ARGS ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    forms.add_flags(parser, form)
     parser.add_argument("script", metavar="SCRIPT", help="the script to run")
     rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
     rest.required = False  # only for the message when SCRIPT is missing: it would name both

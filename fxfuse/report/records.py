@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ..reasons import Reason
 from .source import line_at
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, Node
+
+    from ..analysis import Candidate
 
 Status = Literal["fused", "deferred", "kept"]
 SCHEMA = 2  # of the JSON form; see docs/report.md
@@ -36,6 +41,33 @@ class Use:
     count: int = 1
     leaves: bool = False
     vocab: int | str = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one head alone, forward and backward: milliseconds, and the peak of memory above its operands in bytes.
+
+    ``bytes`` is None where this cannot be told.
+    """
+
+    ms: float
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ``--measure`` found.
+
+    Attributes:
+        without, fused: None where it could not be run.
+        device: where it ran, ``"cuda:0"``.
+        note: why something was not measured, or in what the head alone differs from where it was cut out of.
+    """
+
+    without: Cost | None = None
+    fused: Cost | None = None
+    device: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +99,7 @@ class Site:
         rows_hint: number of rows when the graph was captured, of all projections if the program joins several.
         logits_bytes, converted_bytes, gradient_bytes: bytes, in eager, of the logits, of their copies in other dtypes,
             and of their gradient. Unless the head is kept, ``bytes_saved`` is their sum.
+        measured: time and memory of it, where they were asked for; None too where it was kept.
     """
 
     status: Status
@@ -89,6 +122,7 @@ class Site:
     logits_bytes: int = 0
     converted_bytes: int = 0
     gradient_bytes: int = 0
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
@@ -219,10 +253,43 @@ class Report:
         return table(self, width_of(sys.stdout))
 
 
+class Watcher(Protocol):
+    """Sees one graph being rewritten, and each checkpointed body in it; keeps neither."""
+
+    def analysed(self, graph: Graph, candidates: Sequence[Candidate], in_checkpoint: bool) -> None:
+        """Nothing is changed yet. Only of graphs that have heads, as the others."""
+
+    def planned(self, candidates: Sequence[Candidate]) -> None:
+        """It is known what becomes of each head, and what is there now is still there."""
+
+    def rewritten(self, graph: Graph, made: Mapping[Candidate, Sequence[Node]]) -> None:
+        """It is done: ``made`` are the new nodes for each head, of which some may be gone again."""
+
+
+W = TypeVar("W", bound=Watcher)
+
+
+class Watched(NamedTuple):
+    """What ``watchers`` have of a graph that was compiled with ``mode`` and ``options``."""
+
+    watchers: Sequence[Watcher]
+    mode: str | None
+    options: Mapping[str, Any]
+
+    def by(self, kind: type[W]) -> W | None:
+        return next((watcher for watcher in self.watchers if isinstance(watcher, kind)), None)
+
+
 class Journal:
-    """Graphs in the order in which they were compiled, in this process, and what became of deferred logits."""
+    """Graphs in the order in which they were compiled, in this process, and what became of deferred logits.
+
+    ``watchers`` are made anew for every graph, and there are none but where a report asks for more than the sites;
+    ``watched`` has theirs, by the number of the graph.
+    """
 
     def __init__(self) -> None:
+        self.watchers: list[Callable[[], Watcher]] = []
+        self.watched: dict[int, Watched] = {}
         self._lock = threading.Lock()
         self._graphs: list[GraphRecord] = []
         self._reads: dict[tuple[Literal["read", "copied"], str, str], tuple[int, int]] = {}

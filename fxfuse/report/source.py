@@ -93,6 +93,11 @@ def _given(weight: Any) -> Any:
     return weight
 
 
+def argument_name(node: Node) -> str:
+    """What the program calls an argument of the graph: ``"lm_head.weight"``, ``"ids"``."""
+    return _clean(dynamo_source(node)) or node.name
+
+
 def _clean(path: str) -> str:
     """``"model.lm_head"`` of ``"L['self']._modules['model']._modules['lm_head']"``."""
     root, _, rest = path.partition("]")
