@@ -16,6 +16,7 @@ from . import compat, errors
 from .escape import on_plain_tensors, restored
 from .graph import rewrite
 from .options import PREFIX, Options
+from .report import announce
 from .report.records import journal
 
 
@@ -43,7 +44,7 @@ def fxfuse(
         inner = _inner(own.inner, mode, rest)
         (results,) = gm.graph.output_node().args
         sites, escapes = rewrite(gm, own) if own.enabled else ((), ())
-        journal.add(sites)
+        announce.graph(journal.add(sites))
         for site in sites:
             if own.strict and site.reason is not None and site.reason.mendable:
                 raise errors.kept_dense(site.where, site.reason)

@@ -129,10 +129,13 @@ class Journal:
 
     def note(self, kind: Literal["read", "copied"], site: Site, where: str, size: int) -> None:
         """Remember that deferred logits of ``site`` cost ``size`` bytes."""
+        from . import announce  # which makes reports of records
+
         with self._lock:
             key = (kind, where, site.where)
             count, total = self._reads.get(key, (0, 0))
             self._reads[key] = (count + 1, total + size)
+        announce.read(kind, site, where, size, again=count > 0)
 
     def report(self, since: int = 0) -> Report:
         """The graphs from number ``since`` on, and every read."""
