@@ -9,9 +9,9 @@ Inductor compiles what fxfuse has rewritten. It is a module, so that launchers
 take it: `torchrun -m fxfuse train.py`, `accelerate launch -m fxfuse train.py`.
 
 A program that compiles nothing runs as it always did, and a sentence at its end
-says so. What processes compile that the program starts anew (subprocess, the
-"spawn" of multiprocessing) is not routed; forked ones are. torch is imported
-before the program runs.
+says so. The processes that it starts with multiprocessing are routed too, but
+are not in its report; those that it starts with subprocess are not routed. torch
+is imported before the program runs.
 
 exit status: that of the program; 2 for wrong usage or a script that cannot be
 read, as python has it.
@@ -33,7 +33,7 @@ from .report.records import journal
 from .report.run import Program, add_program, module, own_frames_dropped, parse, route, run, script
 
 HOW_TO_COMPILE = (
-    "compiled nothing, so there was nothing to fuse. Compile the model where it is made, with "
+    "compiled nothing in this process, so there was nothing to fuse. Compile the model where it is made, with "
     "`model = torch.compile(model)`, `model.compile()` or `TrainingArguments(torch_compile=True)`, and call it"
 )
 

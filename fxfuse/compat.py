@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -43,6 +45,15 @@ def is_plain(example: Any) -> bool:
 
 # What a fake tensor raises where it is asked for a value, or for a size that depends on one.
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextlib.contextmanager
+def fake_parameters_convert() -> Iterator[None]:
+    """Let ``nn.Module.to`` and the like convert fake parameters: PyTorch swaps these, but refuses where it has noted
+    them in a weak dictionary of its own, as it has all of them.
+    """
+    with mock.patch.object(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda _: [])):
+        yield
 
 
 def is_fake(tensor: Any) -> bool:

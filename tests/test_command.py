@@ -124,6 +124,7 @@ def test_what_is_called_with_what() -> None:
 @pytest.fixture
 def _modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", sys.argv)
     known = set(sys.modules)
     yield
     for name in set(sys.modules) - known:
@@ -165,6 +166,7 @@ def test_fake_tensors_take_no_memory_and_small_integers_are_real() -> None:
         assert [1, 2, 3][torch.tensor(1) + 1] == 3
         with torch.device("meta"):
             assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+        assert model.to("cpu", torch.bfloat16).weight.grad.dtype == torch.bfloat16
         large = torch.zeros(1 << 20, dtype=torch.long)
         for ask in (lambda: bool(loss > 0), lambda: x[x > 0], lambda: int(large[0])):
             with pytest.raises(NO_VALUE):
@@ -283,7 +285,7 @@ def test_model_and_example_inputs(tmp_path: Path) -> None:
 
 def test_a_function_of_a_file_is_called_with_fake_tensors(tmp_path: Path) -> None:
     body = """
-        assert __name__ == "train"
+        assert (__name__, sys.argv) == ("train", ["train.py"])
 
         class Owner:
             weight = torch.randn(1 << 17, 1 << 20)  # half a TiB

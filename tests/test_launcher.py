@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.spawn
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def test_every_way_to_call_torch_compile_is_routed(monkeypatch: pytest.MonkeyPat
         return model
 
     monkeypatch.setattr(torch, "compile", record)
+    monkeypatch.setattr(multiprocessing.spawn, "get_preparation_data", multiprocessing.spawn.get_preparation_data)
     route()
     from torch import compile
 
@@ -139,7 +141,7 @@ def test_a_script_does_what_it_does_with_python(end: str, tmp_path: Path) -> Non
     routed = python(tmp_path, "-m", "fxfuse", "train.py", "-m", "--", "--report")
     assert routed.returncode == plain.returncode
     assert routed.stdout == plain.stdout
-    nothing = "fxfuse: train.py compiled nothing, so there was nothing to fuse. Compile the model "
+    nothing = "fxfuse: train.py compiled nothing in this process, so there was nothing to fuse. Compile the model "
     said, _, hint = routed.stderr.partition(nothing)
     assert said == plain.stderr
     assert bool(hint) == (end == "well")
@@ -334,6 +336,38 @@ def test_programs_of_strangers(name: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "done"
     parsed = json.loads((tmp_path / "heads.json").read_text(encoding="utf-8"))
     assert [site["status"] for graph in parsed["graphs"] for site in graph["sites"]] == expected
+
+
+SPAWN = """
+import multiprocessing
+import os
+from model import GPT
+
+def work(method, queue):
+    ids = torch.randint(32000, (8, 32))
+    torch.compile(GPT(), backend="eager")(ids, ids)
+    import fxfuse
+    queue.put([method, *(site.status for site in fxfuse.sites())])
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver", "fork"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=work, args=(method, queue))
+        process.start()
+        print(*queue.get())
+        process.join()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_the_program_starts(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
+    write(tmp_path, SPAWN, "import torch\n")
+    done = python(tmp_path, "-m", "fxfuse", "--report", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["spawn deferred", "forkserver deferred", "fork deferred"]
+    assert done.stderr.count("fxfuse: train.py compiled nothing in this process") == 1
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ def fake() -> Iterator[None]:
         mock.patch.object(loader, "_get_iterator", in_this_process),
         mock.patch.object(torch, "save", _refuse),  # it would truncate the file first
         mock.patch.object(compat.FakeTensor, "__format__", _formatted),
+        compat.fake_parameters_convert(),
         _Mode(),
     ):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import multiprocessing.spawn
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+# TORCH_COMPILE_OVERRIDE_BACKENDS, from torch 2.13 on, would not do: it replaces the backend of a graph whoever compiles
+# it, torch itself included, and drops its options.
 # torch calls torch.compile for itself too: torch.cond and flex_attention, called eagerly, do so with a backend that is
 # part of how they work. Of torch's own modules only these hand on what the script asked for.
 _TORCH_FRONT_DOORS = ("torch.compiler", "torch.nn.modules.module")
@@ -114,6 +117,8 @@ def own_frames_dropped(error: BaseException) -> BaseException:
 def imported(path: str) -> ModuleType:
     """The module in a file, imported under its own name, as part of the packages whose directory it is in.
 
+    ``sys.argv`` holds the file alone from then on.
+
     Raises:
         OSError: there is no such file.
         Whatever importing it raises.
@@ -125,6 +130,7 @@ def imported(path: str) -> ModuleType:
         parts.insert(0, root.name)
         root = root.parent
     sys.path.insert(0, str(root))
+    sys.argv = [path]
     name = ".".join(parts)
     if len(parts) > 1:
         return importlib.import_module(name)
@@ -164,12 +170,31 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 def route(inner: str | None = None) -> None:
     """Replace ``torch.compile``, and so ``nn.Module.compile`` which calls it, by one that always names fxfuse.
 
-    It is never taken back: threads and functions that run at exit compile too. ``inner`` compiles the rewritten graphs,
-    whichever backend and options the caller names.
+    It is never taken back: threads and functions that run at exit compile too. So do the processes that multiprocessing
+    forks, and those that it starts anew ("spawn"). ``inner`` compiles the rewritten graphs, whichever backend and
+    options the caller names.
     """
     import torch
 
     torch.compile = routed(torch.compile, inner)
+    tell = multiprocessing.spawn.get_preparation_data
+    multiprocessing.spawn.get_preparation_data = lambda name: _Preparation(tell(name), inner)
+
+
+class _Preparation(dict[str, Any]):
+    """What a process is told that is started anew, before it imports the program. Unpickling it routes there."""
+
+    def __init__(self, told: Mapping[str, Any], inner: str | None) -> None:
+        super().__init__(told)
+        self.inner = inner
+
+    def __reduce__(self) -> Any:
+        return _prepared, (dict(self), self.inner)
+
+
+def _prepared(told: dict[str, Any], inner: str | None) -> dict[str, Any]:
+    route(inner)
+    return told
 
 
 def routed(original: Callable[..., Any], inner: str | None = None) -> Callable[..., Any]:
