@@ -69,9 +69,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="print what became of every head on standard error at exit, also after an exception; of several "
         "processes of torchrun, that of rank 0 does",
     )
-    parser.add_argument("--report-json", metavar="FILE", help="write it there as a JSON object")
+    parser.add_argument("--report-json", metavar="FILE", type=Path, help="write it there as a JSON object")
     add_program(parser, "SCRIPT")
-    return parse(parser, argv)
+    given = parse(parser, argv)
+    if given.report_json is not None:
+        given.report_json = given.report_json.absolute()  # the program may change the directory
+        if not given.report_json.parent.is_dir():
+            parser.error(f"there is no directory for {given.report_json}")
+    return given
 
 
 def _load(given: argparse.Namespace) -> Program:
@@ -91,8 +96,8 @@ def _at_exit(given: argparse.Namespace, program: Program, process: int, ended: S
     if os.getpid() != process or os.environ.get("RANK", "0") != "0":  # a forked child, or one of many alike
         return
     report = journal.report()
-    if given.report_json:
-        Path(given.report_json).write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+    if given.report_json is not None:
+        given.report_json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
     well = [error for error in ended if error is None or (isinstance(error, SystemExit) and not error.code)]
     if well and not report.graphs:
         print(f"fxfuse: {program.name} {HOW_TO_COMPILE}", file=sys.stderr)

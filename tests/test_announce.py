@@ -41,8 +41,14 @@ def test_counters_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 4  # without a head: for those who want to know more
 
 
-@pytest.mark.parametrize("setting", ["fxfuse", "+fxfuse"])
-@pytest.mark.parametrize("launcher", [(), ("-m", "fxfuse")])
+@pytest.mark.parametrize(
+    ("launcher", "setting"),
+    [
+        ((), "+fxfuse"),
+        pytest.param((), "fxfuse", marks=pytest.mark.slow),
+        pytest.param(("-m", "fxfuse"), "fxfuse", marks=pytest.mark.slow),
+    ],
+)
 def test_torch_logs_and_torch_trace(setting: str, launcher: tuple[str, ...], tmp_path: Path) -> None:
     compile = "torch.compile(Model(), backend='fxfuse', options=SMALL)(x, y)\n"
     write(tmp_path, compile + "torch.compile(topk, backend='fxfuse', options=SMALL)(x, torch.randn(32, 8))")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from fxfuse.report import GraphRecord, Report, Site
 from fxfuse.report.__main__ import main
 from fxfuse.report.check import failures
 from fxfuse.report.fake import NO_VALUE, fake
+from fxfuse.report.progress import Progress
 from fxfuse.report.run import callable_of, example_call, imported
 from fxfuse.report.text import WIDTH
 
@@ -190,6 +194,29 @@ def test_fake_tensors_overwrite_no_checkpoint(tmp_path: Path) -> None:
     with fake(), pytest.raises(NO_VALUE):
         torch.save(torch.nn.Linear(2, 2).state_dict(), file)
     assert file.read_text() == "weeks of work"
+
+
+# The line on a terminal
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_on_a_terminal_and_leaves_nothing(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.setattr(sys, "stderr", stream := Stream())
+    monkeypatch.setattr("fxfuse.report.progress._PATIENCE", 0.01)
+    with Progress():
+        time.sleep(0.5)
+    *states, last = stream.getvalue().split("\r")
+    assert bool(states) == terminal
+    assert all(re.fullmatch(r"fxfuse\.report: capturing, \d+ s\x1b\[K", state) for state in states[1:])
+    assert last == "\x1b[K" * terminal
+    threads = threading.active_count()
+    with Progress():
+        pass
+    assert threading.active_count() == threads
 
 
 # Each of the others runs a script in a process of its own

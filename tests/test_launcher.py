@@ -11,6 +11,7 @@ import pytest
 import torch
 from scripts import HEAD, TOPK, python, write
 
+from fxfuse.__main__ import main
 from fxfuse.report.run import route, routed, through_fxfuse
 
 # Which calls are routed
@@ -134,7 +135,9 @@ print(pickle.loads(pickle.dumps(Something())).__class__ is sys.modules["__main__
 """
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [end if end == "exception" else pytest.param(end, marks=pytest.mark.slow) for end in ENDS]
+)
 def test_a_script_does_what_it_does_with_python(end: str, tmp_path: Path) -> None:
     write(tmp_path, ENDS[end], AS_MAIN)
     plain = python(tmp_path, "train.py", "-m", "--", "--report")
@@ -169,6 +172,14 @@ def test_what_is_not_there(target: str, status: int, tmp_path: Path) -> None:
     assert target.split()[-1] in done.stderr
 
 
+@pytest.mark.parametrize("argv", [[], ["--nope", "x.py"], ["--report-json", "no/such/directory.json", "x.py"]])
+def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(argv)
+    assert exit.value.code == 2
+    assert "usage: python -m fxfuse [--report] [--report-json FILE] train.py [ARGS ...]" in capsys.readouterr().err
+
+
 # The report
 
 COMPILES = """
@@ -182,10 +193,19 @@ COMPILES = """
 
     Model = optimised(Model())
     print(Model(x, y).item() > 0)
+    import os
+    os.chdir("/")
     """
 
 
-@pytest.mark.parametrize("end", ["", "1 / 0", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "1 / 0",
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGINT)", marks=pytest.mark.slow),
+    ],
+)
 def test_the_report_is_printed_however_the_script_ends(end: str, tmp_path: Path) -> None:
     write(tmp_path, COMPILES)
     with (tmp_path / "train.py").open("a") as file:
@@ -204,6 +224,7 @@ def test_the_report_is_printed_however_the_script_ends(end: str, tmp_path: Path)
     assert parsed["graphs"][1]["sites"][0]["where"] == f"{tmp_path}/{TOPK}"
 
 
+@pytest.mark.slow
 def test_of_many_alike_only_the_first_reports(tmp_path: Path) -> None:
     write(tmp_path, COMPILES)
     done = python(tmp_path, "-m", "fxfuse", "--report", "train.py", RANK="1")

@@ -7,8 +7,6 @@ import threading
 import time
 from types import TracebackType
 
-from .records import journal
-
 _PATIENCE = 1.0  # seconds before the line is shown, and between two of its states
 
 
@@ -43,10 +41,14 @@ class Progress:
         self.end()
 
     def _count(self) -> None:
-        began, seen, shown = time.monotonic(), len(journal), False
+        began, shown = time.monotonic(), False
         while not self._ended.wait(_PATIENCE):
-            line = f"fxfuse.report: {time.monotonic() - began:.0f} s, {len(journal) - seen} graphs analysed"
-            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+            print(
+                f"\rfxfuse.report: capturing, {time.monotonic() - began:.0f} s\x1b[K",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
             shown = True
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
