@@ -172,10 +172,27 @@ def test_fake_tensors_take_no_memory_and_small_integers_are_real() -> None:
             assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
         assert model.to("cpu", torch.bfloat16).weight.grad.dtype == torch.bfloat16
         large = torch.zeros(1 << 20, dtype=torch.long)
-        for ask in (lambda: bool(loss > 0), lambda: x[x > 0], lambda: int(large[0])):
+        for ask in (
+            lambda: bool((x > 0).any()),
+            lambda: x[x > 0],
+            lambda: int(large[0]),
+            lambda: int(loss.to(torch.long)),
+        ):
             with pytest.raises(NO_VALUE):
                 ask()
     assert type(torch.ones(2)) is torch.Tensor
+
+
+def test_what_is_read_from_fake_tensors_is_not_a_number() -> None:
+    with fake():
+        loss, known = torch.randn(3).sum(), torch.tensor(3.0)
+        compared = [loss < 1e9, loss == loss, torch.isinf(loss), torch.isfinite(loss), loss > 3]
+        assert not any(compared)
+        assert all([loss != loss, torch.isnan(loss), ~torch.isfinite(loss), known + 1 == 4, known < 4])
+        flag = loss < 3
+        flag |= (torch.randn(3) > 0).any()
+        with pytest.raises(NO_VALUE):
+            bool(flag)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -377,7 +394,7 @@ def test_a_whole_script_with_fake_tensors(tmp_path: Path) -> None:
             loss.backward()
             optimizer.step()
             print(f"loss {loss.item():.2f}")
-        if loss < 3:
+        if loss < 3 or (model[1].weight > 0).any():
             print("not reached")
         """,
         *("--fake", "--check", "train.py"),

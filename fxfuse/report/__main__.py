@@ -15,7 +15,7 @@ have shapes but no data: no weight is allocated, nothing is compiled or computed
 and a model of any size is reported on any machine. Integers of up to 1 MiB are
 real, a float that is read from a tensor is NaN, and no checkpoint is written.
 Where the script needs another value, it ends, and what was compiled until then
-is printed.
+is printed. The devices that it names must exist; meta counts as cpu.
 
 With --json, standard output holds one JSON object and whatever the script
 and its children write goes to standard error. torch is imported before the
