@@ -16,6 +16,7 @@ from . import compat, errors
 from .escape import on_plain_tensors, restored
 from .graph import rewrite
 from .options import PREFIX, Options
+from .report import announce
 from .report.captured import captured
 from .report.records import Watched, journal
 
@@ -47,6 +48,7 @@ def fxfuse(
         watchers = [watcher() for watcher in journal.watchers]
         sites, escapes = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), ())
         record = journal.add(sites, record)
+        announce.graph(record)
         if watchers:
             journal.watched[record.id] = Watched(watchers, mode, options or {})
         for site in sites:

@@ -7,12 +7,16 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._guards import CompileContext
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
@@ -38,6 +42,19 @@ def is_plain(example: Any) -> bool:
     """Whether an example value stands for an ordinary strided tensor: no subclass, wrapper or exotic layout."""
     plain = type(example) in (FakeTensor, Tensor, torch.nn.Parameter)
     return plain and example.layout == torch.strided and not example.is_quantized
+
+
+# What a fake tensor raises where it is asked for a value, or for a size that depends on one.
+NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextlib.contextmanager
+def fake_parameters_convert() -> Iterator[None]:
+    """Let ``nn.Module.to`` and the like convert fake parameters: PyTorch swaps these, but refuses where it has noted
+    them in a weak dictionary of its own, as it has all of them.
+    """
+    with mock.patch.object(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda _: [])):
+        yield
 
 
 def is_fake(tensor: Any) -> bool:
@@ -232,3 +249,25 @@ def backends() -> list[str]:
     from torch._dynamo.backends.registry import list_backends
 
     return list_backends(exclude_tags=None)
+
+
+def counters() -> Any:
+    """What Dynamo counts, by name: a ``Counter`` for each."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Write a JSON artifact into the structured trace (TORCH_TRACE), if there is one."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload)
+
+
+def around_compilations(start: Callable[[], None], end: Callable[[], None]) -> None:
+    """Have ``start`` and ``end`` called around everything that Dynamo compiles from now on, in this process."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: start())
+    callback_handler.register_end_callback(lambda _: end())

@@ -201,7 +201,7 @@ def test_a_watcher_that_fails_changes_nothing() -> None:
             raise ZeroDivisionError("of mine")
 
     def backend(gm: Any, inputs: Any) -> Any:
-        sites.extend(graph.rewrite(gm, Options(min_logits_bytes=0), [Broken()]).sites)
+        sites.extend(graph.rewrite(gm, Options(min_logits_bytes=0), watchers=[Broken()]).sites)
         return gm
 
     sites: list[Any] = []

@@ -1,26 +1,43 @@
 """Show what fxfuse does with every head of a program.
 
-Runs SCRIPT with every torch.compile in it routed through fxfuse, and prints
-what became of every projection to a vocabulary. A script that compiles nothing
-but defines `model` and `example_inputs` (a tensor, a tuple or list of
-arguments, or a dict of keyword arguments) has that model compiled and called
-once. With --json, standard output holds one JSON object and whatever the script
+Runs SCRIPT, or the module after -m, with every torch.compile in it routed
+through fxfuse, and prints what became of every projection to a vocabulary. A
+script that compiles nothing but defines `model` and `example_inputs` has that
+model compiled and called once.
+
+FILE.py:NAME imports FILE.py and does so with the function or module NAME
+(`decoder.head` too) and `NAME_example_inputs`, or else `example_inputs`: a
+tensor, a tuple or list of arguments, a dict of keyword arguments, or a function
+that returns one of these.
+
+With --fake, which is what FILE.py:NAME does unless you say --no-fake, tensors
+have shapes but no data: no weight is allocated, nothing is compiled or computed,
+and a model of any size is reported on any machine. Integers of up to 1 MiB are
+real, a float that is read from a tensor is NaN, and no checkpoint is written.
+Where the script needs another value, it ends, and what was compiled until then
+is printed. The devices that it names must exist; meta counts as cpu.
+
+With --json, standard output holds one JSON object and whatever the script
 and its children write goes to standard error. torch is imported before the
 script runs, and what other processes compile is not seen.
 
 --html draws the graph around every head, before and after, on one page that
 needs no network; --diff prints the same as code. --measure runs every fused
 head twice when the script is done, alone, with random operands of the same
-shapes: as the inner backend compiles it, and as fxfuse does.
+shapes: as the inner backend compiles it, and as fxfuse does. It needs real
+tensors, so that FILE.py:NAME is not fake with it.
 
 exit status:
-  0  the script ran, or exited with status 0
+  0  the script ran, or exited with status 0, and at least one head was seen
   1  the script or its model raised, or it exited with another status; what was
      compiled until then is printed
-  2  wrong usage, no such file, or a syntax error in it; nothing was run and
-     nothing is printed on standard output
-  3  the script compiled nothing, and does not define `model` and
-     `example_inputs` either
+  2  wrong usage; FILE.py has no NAME that can be called
+  3  nothing was compiled, and there are no `model` and `example_inputs` either
+  4  graphs were compiled, but none has a projection to a vocabulary
+  5  no such file or module, or it cannot be read
+  6  it is not Python: a syntax error
+  7  --check: a required head was not fused, or no head matches a pattern
+After 2, 5 and 6 nothing was run, and nothing is printed on standard output.
 """
 
 from __future__ import annotations
@@ -29,67 +46,137 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from .. import compat
 from . import forms
+from .check import failures
+from .fake import NO_VALUE, asked_by, fake
+from .progress import Progress
 from .records import Report, journal
-from .run import example_call, load, run
+from .run import add_program, callable_of, example_call, imported, module, own_frames_dropped, parse, route, run, script
+from .text import for_stream
 
-RAN, RAISED, NOT_RUN, NOTHING_COMPILED = range(4)
+RAN, RAISED, USAGE, NOTHING_COMPILED, NO_HEAD, NOT_FOUND, NOT_PYTHON, CHECK_FAILED = range(8)
+
+
+class _Ended(Exception):
+    """The command ends before anything is reported: an exit status, a sentence."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. Meant to be the last thing that its process does."""
     given = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
-        code = load(given.script)
-    except OSError as error:
-        return _say(NOT_RUN, f"cannot read {given.script}: {error.strerror}")
-    except (SyntaxError, ValueError) as error:  # ValueError: a null byte, before Python 3.12
-        traceback.print_exception(type(error), error, None)
-        return _say(NOT_RUN, f"{given.script} is not a Python script")
-    try:
-        forms.watch(given)
-    except OSError as error:
-        return _say(NOT_RUN, f"cannot write {error.filename}: {error.strerror}")
-    out = _claim_stdout(for_us_alone=given.json)
-
-    scope, raised = run(code, given.script, given.args)
-    report = journal.report()
-    status = _ended(given.script, raised)
-    inner = None
-    if status == RAN and not report.graphs:
-        status, report = _compile_example(given.script, scope)
-        inner = "inductor"  # what it will be compiled with, where we did without
-    report = forms.measured(report, given, inner)
-
-    _flush()
-    print(json.dumps(report.to_dict()) if given.json else report, file=out, flush=True)
-    forms.show(report, given, out, " ".join([given.script, *given.args]))
-    return status
+        return _report(given)
+    except _Ended as end:
+        return _say(*end.args)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fxfuse.report",
-        usage="%(prog)s [-h] [--json | --diff] [--html FILE] [--measure] SCRIPT [ARGS ...]",
+        usage="%(prog)s [options] SCRIPT [ARGS ...]\n       %(prog)s [options] -m MODULE [ARGS ...]\n"
+        "       %(prog)s [options] FILE.py:NAME",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     forms.add_flags(parser, form)
-    parser.add_argument("script", metavar="SCRIPT", help="the script to run")
-    rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
-    rest.required = False  # only for the message when SCRIPT is missing: it would name both
-    given = parser.parse_args(argv)
-    before = argv[: len(argv) - len(given.args)]
-    if before[-2:] == [given.script, "--"]:  # argparse takes it for its own, but python hands it to the script
-        given.args.insert(0, "--")
+    parser.add_argument(
+        "--fake", action=argparse.BooleanOptionalAction, help="use tensors without data, or not (see above)"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with status 7 if a required head was not fused")
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="the heads that --check requires: a glob on the module path, on file.py:line or on the chain of "
+        "operations; may be repeated, and implies --check; every head if not given",
+    )
+    add_program(parser, "SCRIPT")
+    given = parse(parser, argv)
+    given.name = None
+    target = re.fullmatch(r"(.+\.py):([\w.]+)", given.program)
+    if target and not given.is_module and not os.path.exists(given.program):
+        given.program, given.name = target.groups()
+        if given.args:
+            parser.error(f"FILE.py:NAME takes no arguments, but {given.args[0]!r} was given")
+    if given.fake and given.measure:
+        parser.error("--measure needs real tensors, and --fake has none")
+    if given.fake is None:
+        given.fake = given.name is not None and not given.measure
+    given.check = given.check or bool(given.require)
     return given
+
+
+def _report(given: argparse.Namespace) -> int:
+    if not given.is_module:
+        loaded = _load(given)  # before anything is run
+    try:
+        forms.watch(given)
+    except OSError as error:
+        raise _Ended(USAGE, f"cannot write {error.filename}: {error.strerror}") from None
+    out = _claim_stdout(for_us_alone=given.json)
+    route(inner="eager" if given.fake else None)
+    progress = Progress()
+    compat.around_compilations(progress.start, progress.end)
+    with fake() if given.fake else contextlib.nullcontext():
+        if given.is_module:
+            loaded = _load(given)  # which imports the packages that it is in
+        if given.name is None:
+            scope, raised = run(loaded, given.args)
+        else:
+            scope, raised = _import(given.program)
+        status = _ended(given, raised)
+        report = journal.report()
+        explained = status == RAN and (given.name is not None or not report.graphs)
+        if explained:
+            with progress:
+                status, report = _call_example(given, scope)
+    if status == RAN and not report.sites:
+        status = NO_HEAD
+        if given.json:  # otherwise the table says so
+            _say(status, f"{_called(given)} has no projection to a vocabulary")
+    # Where we compiled, it was without Inductor, and users will have it.
+    report = forms.measured(report, given, "inductor" if explained else None)
+    lines = failures(report, given.require) if given.check else []
+    if lines and status in (RAN, NO_HEAD):
+        status = CHECK_FAILED
+
+    _flush()
+    print(json.dumps(report.to_dict()) if given.json else for_stream(report, out), file=out, flush=True)
+    forms.show(report, given, out, " ".join([_called(given), *given.args]))
+    for line in lines:
+        _say(status, line)
+    return status
+
+
+def _load(given: argparse.Namespace) -> Any:
+    try:
+        return module(given.program) if given.is_module else script(given.program)
+    except OSError as error:
+        raise _Ended(NOT_FOUND, f"cannot read {given.program}: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte, before Python 3.12
+        traceback.print_exception(type(error), error, None)
+        raise _Ended(NOT_PYTHON, f"{given.program} is not a Python script") from None
+    except ImportError as error:
+        if error.name != given.program:
+            raise
+        raise _Ended(NOT_FOUND, str(error)) from None
+
+
+def _import(path: str) -> tuple[dict[str, Any], BaseException | None]:
+    try:
+        return vars(imported(path)), None
+    except BaseException as error:
+        return {}, error
 
 
 def _claim_stdout(for_us_alone: bool) -> TextIO:
@@ -105,7 +192,10 @@ def _claim_stdout(for_us_alone: bool) -> TextIO:
     return out
 
 
-def _ended(script: str, error: BaseException | None) -> int:
+def _ended(given: argparse.Namespace, error: BaseException | None) -> int:
+    """The status of a program, or of its model, that ended with ``error``; says so."""
+    until_then = "what follows was compiled until then"
+    name = _called(given)
     if error is None:
         return RAN
     if isinstance(error, SystemExit):
@@ -113,32 +203,43 @@ def _ended(script: str, error: BaseException | None) -> int:
             return RAN
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)  # python does so for sys.exit("message")
-            return _say(RAISED, f"{script} exited with a message; what follows was compiled until then")
-        return _say(RAISED, f"{script} exited with status {error.code}; what follows was compiled until then")
-    _print_traceback(error)
-    return _say(RAISED, f"{script} raised {type(error).__name__}; what follows was compiled until then")
+            return _say(RAISED, f"{name} exited with a message; {until_then}")
+        return _say(RAISED, f"{name} exited with status {error.code}; {until_then}")
+    if isinstance(error, NO_VALUE):
+        sentence = f"{name} needs values at {asked_by(error)}, which fake tensors do not have"
+        return _say(RAN if len(journal) else RAISED, f"{sentence}; {until_then}")
+    sys.excepthook(type(error), own_frames_dropped(error), error.__traceback__)
+    return _say(RAISED, f"{name} raised {type(error).__name__}; {until_then}")
 
 
-def _compile_example(script: str, scope: dict[str, Any]) -> tuple[int, Report]:
-    call = example_call(scope)
-    if call is None:
-        sentence = f"{script} compiled nothing, and does not define a callable `model` and `example_inputs` either"
-        return _say(NOTHING_COMPILED, sentence), Report()
+def _call_example(given: argparse.Namespace, scope: dict[str, Any]) -> tuple[int, Report]:
     import fxfuse
 
-    model, args, kwargs = call
+    since, name = len(journal), given.name or "model"
+    called = callable_of(scope, name)
+    if called is None and given.name is not None:
+        return _say(USAGE, f"{given.program} has no {name} that can be called"), Report()
     try:
-        return RAN, fxfuse.explain(model, *args, **kwargs)
-    except Exception as error:
-        _print_traceback(error)
-        sentence = f"`model` of {script} raised {type(error).__name__} when called with its `example_inputs`"
-        return _say(RAISED, sentence), journal.report()
+        call = example_call(scope, name)
+        if called is not None and call is not None:
+            args, kwargs = call
+            return RAN, fxfuse.explain(called, *args, **kwargs)
+    except BaseException as error:
+        return _ended(given, error), journal.report(since)
+    if given.name is not None:
+        sentence = f"{given.program} defines no `example_inputs` to call {name} with"
+    else:
+        sentence = (
+            f"{_called(given)} compiled nothing, and does not define a callable `model` and `example_inputs` either"
+        )
+    return _say(NOTHING_COMPILED, sentence), Report()
 
 
-def _print_traceback(error: BaseException) -> None:
-    frames = error.__traceback__
-    error = error.with_traceback(frames.tb_next if frames else None)  # the first frame is ours
-    sys.excepthook(type(error), error, error.__traceback__)
+def _called(given: argparse.Namespace) -> str:
+    """What the user calls the program."""
+    if given.name is not None:
+        return f"{given.program}:{given.name}"
+    return f"-m {given.program}" if given.is_module else given.program
 
 
 def _say(status: int, sentence: str) -> int:

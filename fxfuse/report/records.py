@@ -304,10 +304,13 @@ class Journal:
 
     def note(self, kind: Literal["read", "copied"], site: Site, where: str, size: int) -> None:
         """Remember that deferred logits of ``site`` cost ``size`` bytes."""
+        from . import announce  # which makes reports of records
+
         with self._lock:
             key = (kind, where, site.where)
             count, total = self._reads.get(key, (0, 0))
             self._reads[key] = (count + 1, total + size)
+        announce.read(kind, site, where, size, again=count > 0)
 
     def note_fused(self, site: Site, where: str, name: str, chain: Callable[[], str]) -> None:
         """Remember that the function ``name`` read deferred logits of ``site`` by a fused op; ``chain`` as in ``Use``.

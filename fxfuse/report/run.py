@@ -1,67 +1,203 @@
-"""Runs a script as ``python SCRIPT`` would, with every ``torch.compile`` in it routed through fxfuse."""
+"""Runs a program as python would, with every ``torch.compile`` in it routed through fxfuse."""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import functools
+import importlib.util
+import multiprocessing.spawn
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+# TORCH_COMPILE_OVERRIDE_BACKENDS, from torch 2.13 on, would not do: it replaces the backend of a graph whoever compiles
+# it, torch itself included, and drops its options.
 # torch calls torch.compile for itself too: torch.cond and flex_attention, called eagerly, do so with a backend that is
 # part of how they work. Of torch's own modules only these hand on what the script asked for.
 _TORCH_FRONT_DOORS = ("torch.compiler", "torch.nn.modules.module")
 
+_OWN = str(Path(__file__).parent.parent) + os.sep
 
-def load(script: str) -> CodeType:
-    """The compiled source of ``script``.
+
+# --- programs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs as ``__main__``.
+
+    Attributes:
+        name: what the user calls it, ``train.py`` or ``-m package.train``.
+        code: its compiled source.
+        file: the path of the source, ``sys.argv[0]`` as python would set it.
+        spec: what ``-m`` found; None for a script.
+    """
+
+    name: str
+    code: CodeType
+    file: str
+    spec: ModuleSpec | None = None
+
+
+def script(path: str) -> Program:
+    """The program in a file.
 
     Raises:
         OSError: there is no such file.
         SyntaxError: it is not Python.
+        ValueError: it has a null byte, before Python 3.12.
     """
     # python shows absolute paths in tracebacks of a script, so that they survive os.chdir.
-    return compile(Path(script).read_bytes(), os.path.abspath(script), "exec", dont_inherit=True)
+    code = compile(Path(path).read_bytes(), os.path.abspath(path), "exec", dont_inherit=True)
+    return Program(path, code, path)
 
 
-def run(code: CodeType, script: str, args: list[str]) -> tuple[dict[str, Any], BaseException | None]:
-    """Run ``code`` as ``__main__``; return its globals and what it raised.
+def module(name: str) -> Program:
+    """The program that ``python -m NAME`` would run. Imports the packages that it is in.
 
-    The script keeps ``sys.argv``, ``sys.path`` and ``sys.modules["__main__"]`` from then on. ``runpy`` would take
+    Raises:
+        ImportError: there is no such module, or it cannot be run; its ``name`` is NAME.
+        SyntaxError: it is not Python.
+        Whatever importing the packages raises.
+    """
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name}", name=name)
+    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name)
+    if code is None or spec.origin is None:
+        raise ImportError(f"No code object available for {name}", name=name)
+    return Program(f"-m {name}", code, spec.origin, spec)
+
+
+def run(program: Program, args: Sequence[str]) -> tuple[dict[str, Any], BaseException | None]:
+    """Run ``program`` as ``__main__``; return its globals and what it raised.
+
+    It keeps ``sys.argv``, ``sys.path`` and ``sys.modules["__main__"]`` from then on. ``runpy`` would take
     them back at the end, but Dynamo looks the globals of a function up through ``sys.modules``, and the functions
-    defined in the script may be compiled after it has ended (by us, by a thread, at exit).
+    defined in the program may be compiled after it has ended (by us, by a thread, at exit).
     """
     main = ModuleType("__main__")
-    main.__file__ = os.path.abspath(script)
+    main.__file__ = os.path.abspath(program.file)
+    if program.spec is None:
+        main.__loader__ = SourceFileLoader("__main__", main.__file__)
+        if not getattr(sys.flags, "safe_path", False):
+            # `python -m` had put the working directory there
+            sys.path[0] = os.path.dirname(os.path.realpath(program.file))
+    else:
+        main.__spec__, main.__loader__, main.__package__ = program.spec, program.spec.loader, program.spec.parent
     sys.modules["__main__"] = main
-    sys.argv = [script, *args]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))  # `python -m` had put the working directory there
-    with routing():
-        try:
-            exec(code, main.__dict__)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt end the script too, and have a report
-            return main.__dict__, error
+    sys.argv = [program.file, *args]
+    try:
+        exec(program.code, main.__dict__)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt end the program too, and have a report
+        return main.__dict__, error
     return main.__dict__, None
 
 
-@contextlib.contextmanager
-def routing() -> Iterator[None]:
-    """Replace ``torch.compile``, and so ``nn.Module.compile`` which calls it, by one that always names fxfuse."""
+def own_frames_dropped(error: BaseException) -> BaseException:
+    """What a program raised, with no frames in its traceback but those from the program's first one on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((_OWN, "<frozen ")):
+        frames = frames.tb_next
+    return error.with_traceback(frames)
+
+
+def imported(path: str) -> ModuleType:
+    """The module in a file, imported under its own name, as part of the packages whose directory it is in.
+
+    ``sys.argv`` holds the file alone from then on.
+
+    Raises:
+        OSError: there is no such file.
+        Whatever importing it raises.
+    """
+    file = Path(path).resolve()
+    file.stat()
+    root, parts = file.parent, [file.stem]
+    while (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    sys.path.insert(0, str(root))
+    sys.argv = [path]
+    name = ".".join(parts)
+    if len(parts) > 1:
+        return importlib.import_module(name)
+    while name in sys.modules:  # types.py must not become the standard library's
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+# --- the command line -----------------------------------------------------------------------------------------
+
+
+def add_program(parser: argparse.ArgumentParser, metavar: str) -> None:
+    """Let ``parser`` take a script or ``-m MODULE``, and the program's own arguments after it."""
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("program", metavar=metavar, help="the script to run, or the module after -m")
+    rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments")
+    rest.required = False  # only for the message when the program is missing: it would name both
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """``parser.parse_args``, but "--" after the program goes to the program, as with python."""
+    given = parser.parse_args(argv)
+    before = argv[: len(argv) - len(given.args)]
+    if list(before[-2:]) == [given.program, "--"]:  # argparse takes it for its own
+        given.args.insert(0, "--")
+    return given
+
+
+# --- routing --------------------------------------------------------------------------------------------------
+
+
+def route(inner: str | None = None) -> None:
+    """Replace ``torch.compile``, and so ``nn.Module.compile`` which calls it, by one that always names fxfuse.
+
+    It is never taken back: threads and functions that run at exit compile too. So do the processes that multiprocessing
+    forks, and those that it starts anew ("spawn"). ``inner`` compiles the rewritten graphs, whichever backend and
+    options the caller names.
+    """
     import torch
 
-    original = torch.compile
-    torch.compile = routed(original)
-    try:
-        yield
-    finally:
-        torch.compile = original
+    torch.compile = routed(torch.compile, inner)
+    tell = multiprocessing.spawn.get_preparation_data
+    multiprocessing.spawn.get_preparation_data = lambda name: _Preparation(tell(name), inner)
 
 
-def routed(original: Callable[..., Any]) -> Callable[..., Any]:
+class _Preparation(dict[str, Any]):
+    """What a process is told that is started anew, before it imports the program. Unpickling it routes there."""
+
+    def __init__(self, told: Mapping[str, Any], inner: str | None) -> None:
+        super().__init__(told)
+        self.inner = inner
+
+    def __reduce__(self) -> Any:
+        return _prepared, (dict(self), self.inner)
+
+
+def _prepared(told: dict[str, Any], inner: str | None) -> dict[str, Any]:
+    route(inner)
+    return told
+
+
+def routed(original: Callable[..., Any], inner: str | None = None) -> Callable[..., Any]:
     """``torch.compile`` with "fxfuse" in place of whichever backend the caller names."""
 
     @functools.wraps(original)
@@ -69,18 +205,26 @@ def routed(original: Callable[..., Any]) -> Callable[..., Any]:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.partition(".")[0] == "torch" and caller not in _TORCH_FRONT_DOORS:
             return original(*args, **kwargs)
-        return original(*args, **through_fxfuse(kwargs))
+        return original(*args, **through_fxfuse(kwargs, inner))
 
     return compile
 
 
-def through_fxfuse(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def through_fxfuse(kwargs: Mapping[str, Any], inner: str | None = None) -> dict[str, Any]:
     """The keyword arguments of a ``torch.compile`` call, changed so that fxfuse compiles.
 
     Inductor's mode and options go with it, as do fxfuse's own. Those of another backend mean nothing to fxfuse and
-    are dropped; the backend itself becomes ``fxfuse.inner``, or "eager" where it has no name to call it by.
+    are dropped; the backend itself becomes ``fxfuse.inner``, or "eager" where it has no name to call it by. ``inner``
+    is the backend to use instead of it; fxfuse's other options stay.
     """
     through = dict(kwargs, backend="fxfuse")
+    given = kwargs.get("options") or {}
+    # The one option that torch.compile itself takes, whatever the backend.
+    kept = {key: given[key] for key in ("guard_filter_fn",) if given.get(key) is not None}
+    if inner is not None:
+        own = {key: value for key, value in given.items() if key.startswith("fxfuse.")}
+        through.pop("mode", None)
+        return {**through, "options": {**kept, **own, "fxfuse.inner": inner}}
     backend = kwargs.get("backend")
     if backend is None:
         backend = _default_backend()
@@ -90,15 +234,12 @@ def through_fxfuse(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if inner is None:
         inner = "eager"
         print(
-            f"fxfuse.report: the backend {getattr(backend, '__qualname__', backend)!r} has no registered name: the "
+            f"fxfuse: the backend {getattr(backend, '__qualname__', backend)!r} has no registered name: the "
             'graphs that it would compile run with "eager"',
             file=sys.stderr,
         )
     through.pop("mode", None)
-    through["options"] = {"fxfuse.inner": inner}
-    guard_filter = (kwargs.get("options") or {}).get("guard_filter_fn")
-    if guard_filter is not None:  # the one option that torch.compile itself takes, whatever the backend
-        through["options"]["guard_filter_fn"] = guard_filter
+    through["options"] = {**kept, "fxfuse.inner": inner}
     return through
 
 
@@ -117,11 +258,30 @@ def _registered_name(backend: Callable[..., Any]) -> str | None:
     return next((name for name in ("inductor", "fxfuse") if lookup_backend(name) is backend), None)
 
 
-def example_call(scope: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The model and the arguments that a script's ``model`` and ``example_inputs`` ask to call it with."""
-    if not callable(scope.get("model")) or "example_inputs" not in scope:
+# --- one function or module of a program ----------------------------------------------------------------------
+
+
+def callable_of(scope: Mapping[str, Any], name: str) -> Callable[..., Any] | None:
+    """What a program calls ``name``, dotted perhaps; None if that is nothing that can be called."""
+    root, *rest = name.split(".")
+    found = functools.reduce(lambda owner, part: getattr(owner, part, None), rest, scope.get(root))
+    return found if callable(found) else None
+
+
+def example_call(scope: Mapping[str, Any], name: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments to call ``name`` with: ``NAME_example_inputs``, with ``_`` for dots, or else ``example_inputs``.
+
+    They are a tensor, a tuple or list of arguments, a dict of keyword arguments, or a function that returns one of
+    these. None where a program defines neither.
+
+    Raises:
+        Whatever that function raises.
+    """
+    inputs = scope.get(f"{name.replace('.', '_')}_example_inputs", scope.get("example_inputs"))
+    if callable(inputs):
+        inputs = inputs()
+    if inputs is None:
         return None
-    model, inputs = scope["model"], scope["example_inputs"]
     if isinstance(inputs, Mapping):
-        return model, (), dict(inputs)
-    return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
