@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import errors
 from .algebra import Head, Logits
 from .compat import forward_ad_active, is_plain, transform_active
 from .eager import EMIT
@@ -64,7 +65,8 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
     }
-    _check_tensors(input=input, linear_weight=linear_weight, target=target)
+    optional = {"linear_bias": linear_bias, "weight": weight}
+    _check_tensors("linear_cross_entropy", optional, input=input, linear_weight=linear_weight, target=target)
     rows = _rows(input)
     leading = input.shape[:-1]
     labels = target
@@ -93,7 +95,9 @@ def linear_log_probs(
         RuntimeError: whatever eager raises for the arguments, an index out of range among them (on CUDA a
             device-side assertion).
     """
-    _check_tensors(input=input, linear_weight=linear_weight, index=index)
+    _check_tensors(
+        "linear_log_probs", {"linear_bias": linear_bias}, input=input, linear_weight=linear_weight, index=index
+    )
     single = index.dim() == input.dim() - 1
     columns = index.unsqueeze(-1) if single else index
     fits = columns.shape[:-1] == input.shape[:-1]
@@ -118,15 +122,16 @@ def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tenso
     Raises:
         RuntimeError: whatever eager raises for the arguments.
     """
-    _check_tensors(input=input, linear_weight=linear_weight)
+    _check_tensors("linear_logsumexp", {"linear_bias": linear_bias}, input=input, linear_weight=linear_weight)
     lse = _read(_rows(input), linear_weight, linear_bias, [(torch.logsumexp, (-1,), {})], True)
     return lse.reshape(input.shape[:-1])
 
 
-def _check_tensors(**arguments: Any) -> None:
-    for name, value in arguments.items():
+def _check_tensors(function: str, optional: dict[str, Any], **arguments: Any) -> None:
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in (arguments | given).items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"argument {name!r} must be a Tensor, not {type(value).__name__}")
+            raise errors.not_a_tensor(function, name, value)
 
 
 def _rows(input: Tensor) -> Tensor:

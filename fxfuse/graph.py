@@ -313,7 +313,7 @@ def _rewrite_graph(gm: GraphModule, options: Options, in_checkpoint: bool) -> li
             new.replace_all_uses_with(old)
         for node in reversed(made):
             graph.erase_node(node)
-        warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
+        warnings.warn(errors.analysis_failed(failure, (location(c.node) or "" for c in candidates)), stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
         return [(_site(candidate, ""), []) for candidate in candidates]
