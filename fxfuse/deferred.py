@@ -49,7 +49,19 @@ _mode = _Mode()
 
 
 class DeferredLogits(Tensor):
-    """Logits that are computed when they are read. Made by the backend; see the module."""
+    """Logits ``[..., V]`` that are computed when they are read, in what a compiled function returns.
+
+    A tensor of eager's shape, strides, dtype, device and gradient. The losses and statistics that fxfuse has rules for
+    are computed from it without its values, in the accumulation dtype and with gradients that go to the hidden states
+    and the weight directly; anything else computes the values, once. ``fxfuse.reads()`` says where that happened.
+
+    Raises:
+        StaleLogitsError: from a read, after the hidden states, the weight or the bias have been changed by anything
+            but the step of an optimizer.
+        FxfuseError: from a hook, ``retain_grad`` or ``autograd.grad`` for a gradient that has gone past it; from a
+            change of its shape or memory in place (``unsqueeze_``, ``resize_``, ``set_``, ``.data =``).
+        Unsupported: from Dynamo, where another function that is compiled with ``fullgraph=True`` uses it.
+    """
 
     _deferred: State
     # Node, requires_grad and version that the description was made for. In the state they would be a cycle through C++.
@@ -122,7 +134,11 @@ class DeferredLogits(Tensor):
         raise errors.not_traceable()
 
     def plain(self) -> Tensor:
-        """An ordinary tensor with the values, in the same memory, through which gradients flow back here."""
+        """An ordinary tensor with the values, in the same memory, through which gradients flow back here.
+
+        Raises:
+            StaleLogitsError: an operand has changed since.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return _Plain.apply(self, self._deferred.share())
 

@@ -24,7 +24,7 @@ class FxfuseError(RuntimeError):
 
 
 class StaleLogitsError(FxfuseError):
-    """Deferred logits are read after their operands have changed."""
+    """Deferred logits are read after the hidden states, the weight or the bias of their projection have changed."""
 
 
 class FxfuseWarning(UserWarning):
@@ -45,7 +45,7 @@ INDEX_OUT_OF_RANGE = (
 )
 
 
-def index_out_of_range(value: int, vocab: int, *, nll: bool) -> Exception:
+def index_out_of_range(value: int, vocab: int, *, nll: bool) -> IndexError | RuntimeError:
     """What ``nll_loss`` (IndexError) or ``gather`` (RuntimeError) raises for this class on a CPU."""
     if nll:
         return IndexError(f"Target {value} is out of bounds.")
