@@ -42,7 +42,8 @@ def documented_functions(sources: list[str]) -> Iterator[Example]:
     """The signature of every function that has a docstring, and the first paragraph of that."""
     for source in sources:
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 tree = ast.parse(source)
         except (SyntaxError, ValueError):
             continue

@@ -33,9 +33,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 LONGEST_WINDOW = 1024
-MOST_LABELS = 80  # tokens whose text is written below their bars
+MOST_LABELS = 80  # tokens that are drawn as bars, with their text below
+RUNNING = 32  # tokens of a longer text whose mean is drawn
 # Settings of quickstart.py for a model that is trained on the spot.
-SMALL = ["--batch", "8", "--vocab", "8192", "--text", "3"]
+SMALL = ["--batch", "4", "--vocab", "8192", "--text", "3"]
 
 
 def token_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
@@ -184,18 +185,21 @@ def plot(to: Path, names: list[str], pieces: list[list[str]], scores: list[list[
     for axis, name, words, log_probs in zip(axes[:, 0], names, pieces, scores, strict=True):
         bits = [-one / math.log(2) for one in log_probs]
         mean = math.fsum(bits) / len(bits)
-        axis.bar(range(len(bits)), bits, width=1.0 if len(bits) > MOST_LABELS else 0.8, color="#c0392b")
         axis.axhline(mean, color="#2c3e50", linewidth=1, label=f"mean {mean:.2f}")
         axis.set_title(name.replace("$", r"\$"), fontsize=9)
         axis.set_ylabel("surprise, bits")
         axis.margins(x=0.01)
-        axis.legend(frameon=False, fontsize=8)
         if len(words) <= MOST_LABELS:
+            axis.bar(range(len(bits)), bits, color="#c0392b")
             shown = [word.replace(" ", "·").replace("\n", "⏎").replace("$", r"\$") for word in words]
             upright = 0 if len(words) <= MOST_LABELS // 4 else 90
             axis.set_xticks(range(len(words)), shown, rotation=upright, fontsize=7, family="monospace")
         else:
+            smooth = torch.tensor(bits).unfold(0, RUNNING, 1).mean(1)
+            axis.plot(bits, ".", color="#c0392b", markersize=3, alpha=0.35, markeredgewidth=0)
+            axis.plot(torch.arange(len(smooth)) + RUNNING // 2, smooth, color="#c0392b", label=f"mean of {RUNNING}")
             axis.set_xlabel("token")
+        axis.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     figure.tight_layout()
     figure.savefig(to, dpi=150)
     plt.close(figure)
@@ -211,7 +215,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         "--window", type=quickstart.positive, help=f"tokens at once (default: all, up to {LONGEST_WINDOW})"
     )
     parser.add_argument("--batch", type=quickstart.positive, default=8, help="windows at once (default %(default)s)")
-    parser.add_argument("--steps", type=quickstart.positive, default=60, help="of training, without --model")
+    parser.add_argument("--steps", type=quickstart.positive, default=50, help="of training, without --model")
     parser.add_argument("--backend", choices=quickstart.BACKENDS, default="fxfuse")
     parser.add_argument("--device", type=quickstart.device, default=quickstart.DEVICE)
     parser.add_argument("--seed", type=int, default=0)
