@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check fuzz zoo format clean
+.PHONY: help venv demo test check docs fuzz zoo format clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ check: $(READY)  ## formatting, lint, types and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow"
+
+docs: $(READY)  ## write docs/api.md, the reference, from the docstrings
+	$(BIN)/python docs/api.py
 
 zoo: $(READY)  ## run every language model of transformers under fxfuse, and write docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo.py

@@ -36,9 +36,16 @@ def fxfuse(
         mode: a mode of Inductor.
         options: keys of ``fxfuse.options.Options`` with the prefix ``fxfuse.``; all others go to Inductor.
 
+    Returns:
+        What runs in the graph's place: same arguments and results, but for logits that leave it, which are
+        ``DeferredLogits``.
+
     Raises:
         ValueError: an unknown option (the nearest known one is named), or a value of the wrong type.
         FxfuseError: under ``fxfuse.strict``, where a head is kept dense for a reason that the user can mend.
+
+    Warns:
+        FxfuseWarning: a graph that could not be analysed, and is compiled as it was.
     """
     try:
         own, rest = Options.parse(options)

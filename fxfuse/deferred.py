@@ -50,7 +50,19 @@ _mode = _Mode()
 
 
 class DeferredLogits(Tensor):
-    """Logits that are computed when they are read. Made by the backend; see the module."""
+    """Logits ``[..., V]`` that are computed when they are read, in what a compiled function returns.
+
+    A tensor of eager's shape, strides, dtype, device and gradient. The losses and statistics that fxfuse has rules for
+    are computed from it without its values, in the accumulation dtype and with gradients that go to the hidden states
+    and the weight directly; anything else computes the values, once. ``fxfuse.reads()`` says where that happened.
+
+    Raises:
+        StaleLogitsError: from a read, after the hidden states, the weight or the bias have been changed by anything
+            but the step of an optimizer.
+        FxfuseError: from a hook, ``retain_grad`` or ``autograd.grad`` for a gradient that has gone past it; from a
+            change of its shape or memory in place (``unsqueeze_``, ``resize_``, ``set_``, ``.data =``).
+        Unsupported: from Dynamo, where another function that is compiled with ``fullgraph=True`` uses it.
+    """
 
     _deferred: State
     # Node, requires_grad and version that the description was made for. In the state they would be a cycle through C++.
@@ -79,7 +91,7 @@ class DeferredLogits(Tensor):
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
         elif func in _REFUSED:
-            raise errors.deferred_cannot(_REFUSED[func])
+            raise errors.deferred_cannot(_REFUSED[func], _head_of(args))
         elif func is Tensor.__iter__ and args[0].dim():
             return iter(args[0].unbind(0))
         elif func is Tensor.__getitem__ and isinstance(args[0], DeferredLogits) and _has_mask(args[1]):
@@ -107,7 +119,7 @@ class DeferredLogits(Tensor):
         if func in _OF_SHAPES:
             return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
         if torch.Tag.inplace_view in func.tags:
-            raise errors.deferred_cannot(func._schema.name.partition("::")[2])
+            raise errors.deferred_cannot(func._schema.name.partition("::")[2], _head_of(args))
         written, aliased = _touches(func, args, kwargs)
         values = State.share if aliased else State.read
         plain_args, plain_kwargs = tree_map_only(DeferredLogits, lambda t: values(t._deferred), (args, kwargs))
@@ -116,14 +128,18 @@ class DeferredLogits(Tensor):
 
     def __tensor_flatten__(self) -> Any:
         """What PyTorch's tracers ask for before they look into a subclass: refused, so that they do not try."""
-        raise compat.untraceable(errors.NOT_TRACEABLE)
+        raise errors.not_traceable()
 
     @staticmethod
     def __tensor_unflatten__(*_: Any) -> Any:
-        raise compat.untraceable(errors.NOT_TRACEABLE)
+        raise errors.not_traceable()
 
     def plain(self) -> Tensor:
-        """An ordinary tensor with the values, in the same memory, through which gradients flow back here."""
+        """An ordinary tensor with the values, in the same memory, through which gradients flow back here.
+
+        Raises:
+            StaleLogitsError: an operand has changed since.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return _Plain.apply(self, self._deferred.share())
 
@@ -263,8 +279,13 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
         if isinstance(tensor, DeferredLogits) and not _is_leaf(tensor):
             origin = tensor._deferred.origin
             if origin.bypassed and func != _GRAD_FN:
-                raise errors.gradient_went_past(func.__name__)
+                raise errors.gradient_went_past(func.__name__, origin.site.where)
             origin.hooked = True
+
+
+def _head_of(args: Any) -> str:
+    """``file.py:line`` of the projection whose logits are among ``args``."""
+    return next(t._deferred.origin.site.where for t in tree_iter(args) if isinstance(t, DeferredLogits))
 
 
 def _is_leaf(tensor: Tensor) -> bool:
@@ -561,7 +582,7 @@ def defer(
         small = math.prod(value.shape) * value.dtype.itemsize < max(least, 1)
         if small or compat.transform_active() or compat.forward_ad_active():
             return dense(value)
-        operands = Operands(head, exposed, lambda size: journal.note("copied", site, caller(), size))
+        operands = Operands(head, exposed, site.where, lambda size: journal.note("copied", site, caller(), size))
         made = _Projection.apply(
             head.input, head.weight, head.bias, value, layout, Origin(site, operands, memory, bypassed=bypassed)
         )

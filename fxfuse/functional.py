@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import errors
 from .algebra import Head, Logits
 from .compat import forward_ad_active, is_plain, transform_active
 from .eager import EMIT
@@ -52,11 +53,18 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1]; see ``torch.nn.CrossEntropyLoss``.
 
     Returns:
-        A 0-d loss, or ``[...]`` for ``"none"``, in the dtype that eager returns.
+        A 0-d loss, or ``[...]`` for ``"none"``, in the dtype that eager returns (autocast included).
 
     Raises:
         IndexError: a target out of range (on CUDA a device-side assertion).
+        TypeError: an argument that should be a tensor is none.
         ValueError, RuntimeError: whatever eager raises for the arguments.
+        FxfuseError: from the backward, for a second derivative (``create_graph=True``).
+
+    The logits z are made a chunk of rows at a time, in float32 (float64 for float64), and reduced at once to
+    ``log Σⱼ exp zⱼ`` by an online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867), ``z[target]`` and, for label
+    smoothing (Szegedy et al. 2016, arXiv:1512.00567), ``Σⱼ zⱼ``. For a scalar loss the gradients are made in the same
+    pass, as Liger-Kernel does (Hsu et al. 2024, arXiv:2410.10989). ``docs/kernels.md`` has what GPUs do.
     """
     options = {
         "weight": weight,
@@ -64,7 +72,8 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
     }
-    _check_tensors(input=input, linear_weight=linear_weight, target=target)
+    optional = {"linear_bias": linear_bias, "weight": weight}
+    _check_tensors("linear_cross_entropy", optional, input=input, linear_weight=linear_weight, target=target)
     rows = _rows(input)
     leading = input.shape[:-1]
     labels = target
@@ -87,13 +96,20 @@ def linear_log_probs(
         linear_bias: ``[V]``.
 
     Returns:
-        Log-probabilities in the shape of ``index``, in the dtype that eager returns.
+        Log-probabilities, in nats, in the shape of ``index``, in the dtype that eager returns.
 
     Raises:
         RuntimeError: whatever eager raises for the arguments, an index out of range among them (on CUDA a
             device-side assertion).
+        TypeError: an argument that should be a tensor is none.
+        FxfuseError: from the backward, for a second derivative (``create_graph=True``).
+
+    Each is ``(z - m) - log Σⱼ exp(zⱼ - m)`` with m the largest logit of the row, which does not cancel where the
+    probability is near one. The backward makes the logits once more, from the log-sum-exp that was kept.
     """
-    _check_tensors(input=input, linear_weight=linear_weight, index=index)
+    _check_tensors(
+        "linear_log_probs", {"linear_bias": linear_bias}, input=input, linear_weight=linear_weight, index=index
+    )
     single = index.dim() == input.dim() - 1
     columns = index.unsqueeze(-1) if single else index
     fits = columns.shape[:-1] == input.shape[:-1]
@@ -113,20 +129,26 @@ def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tenso
         linear_bias: ``[V]``.
 
     Returns:
-        ``[...]``, in the dtype that eager returns.
+        ``[...]``, in nats, in the dtype that eager returns.
 
     Raises:
         RuntimeError: whatever eager raises for the arguments.
+        TypeError: an argument that should be a tensor is none.
+        FxfuseError: from the backward, for a second derivative (``create_graph=True``).
+
+    By an online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). Its gradient is the softmax, made from the
+    log-sum-exp in the backward.
     """
-    _check_tensors(input=input, linear_weight=linear_weight)
+    _check_tensors("linear_logsumexp", {"linear_bias": linear_bias}, input=input, linear_weight=linear_weight)
     lse = _read(_rows(input), linear_weight, linear_bias, [(torch.logsumexp, (-1,), {})], True)
     return lse.reshape(input.shape[:-1])
 
 
-def _check_tensors(**arguments: Any) -> None:
-    for name, value in arguments.items():
+def _check_tensors(function: str, optional: dict[str, Any], **arguments: Any) -> None:
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in (arguments | given).items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"argument {name!r} must be a Tensor, not {type(value).__name__}")
+            raise errors.not_a_tensor(function, name, value)
 
 
 def _rows(input: Tensor) -> Tensor:

@@ -318,7 +318,7 @@ def _tell(watchers: list[Watcher], event: str, *args: Any) -> None:
             getattr(watcher, event)(*args)
         except Exception as failure:
             watchers.remove(watcher)
-            warnings.warn(errors.watching_failed(failure), errors.FxfuseWarning, stacklevel=2)
+            warnings.warn(errors.watching_failed(failure), stacklevel=2)
 
 
 def _rewrite_graph(
@@ -374,7 +374,7 @@ def _rewrite_graph(
             new.replace_all_uses_with(old)
         for node in reversed(made):
             graph.erase_node(node)
-        warnings.warn(errors.analysis_failed(failure), errors.FxfuseWarning, stacklevel=2)
+        warnings.warn(errors.analysis_failed(failure, (location(c.node) or "" for c in candidates)), stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
         _tell(listening, "planned", candidates)
@@ -397,7 +397,7 @@ def _told(candidate: Candidate, analysis: Analysis, end: Ending | None) -> tuple
         names = {node: projection_name(node, head.weight) for node, head in candidate.projections.items()}
         return uses_of(names, candidate.flow, analysis.carries, end)
     except Exception as failure:
-        warnings.warn(errors.not_told(failure), errors.FxfuseWarning, stacklevel=2)
+        warnings.warn(errors.not_told(failure), stacklevel=2)
         return "", ()
 
 

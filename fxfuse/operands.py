@@ -70,14 +70,16 @@ class Operands:
         head: the operands; those that required no gradient then will not get one now.
     """
 
-    def __init__(self, head: Head, exposed: bool, on_copy: Callable[[int], None]) -> None:
+    def __init__(self, head: Head, exposed: bool, where: str, on_copy: Callable[[int], None]) -> None:
         """
         Args:
             head: its operands are as they are when eager computes the logits.
             exposed: whether others may write to the hidden states, so that they must be copied now.
+            where: ``file.py:line`` of the projection.
             on_copy: called with the bytes of each copy of a weight.
         """
         self._on_copy = on_copy
+        self._where = where
         self._originals = {name: getattr(head, name) for name in ("input", "weight", "bias")}
         self._seals = {name: _Seal(t) for name, t in self._originals.items() if t is not None}
         self._copies: dict[str, Tensor] = {"input": head.input.detach().clone()} if exposed else {}
@@ -98,7 +100,7 @@ class Operands:
         for name, seal in self._seals.items():
             how = "" if name in self._copies else seal.broken(self._originals[name])
             if how:
-                raise errors.stale_logits(name, how)
+                raise errors.stale_logits(name, how, self._where)
         copies: dict[str, Any] = self._copies
         return replace(self.head, **copies)
 
@@ -128,10 +130,7 @@ class Operands:
             self._copies[name] = copies[id(tensor)]
 
 
-@torch._dynamo.disable(
-    reason="fxfuse copies the weight here, before the optimizer changes it, for logits that nothing has read. Compile "
-    'the step without fullgraph, or the model with options={"fxfuse.defer_logits": False}'
-)
+@torch._dynamo.disable(reason=errors.STEP_NOT_TRACEABLE)
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     with _lock:
         waiting = list(_unread)

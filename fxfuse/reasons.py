@@ -121,6 +121,7 @@ class Reason:
 
     @property
     def mendable(self) -> bool:
+        """Whether the user can do something about it; only then does ``fxfuse.strict`` raise."""
         return KINDS[self.code].mendable
 
 

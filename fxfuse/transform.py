@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import errors
+
 
 class Step(NamedTuple):
     """One function: ``name`` is a key of ``FUNCTIONS``, ``number`` its constant where it has one."""
@@ -96,9 +98,13 @@ def decode(text: str) -> Transform:
     steps = []
     for word in text.split():
         name, colon, number = word.partition(":")
-        if name not in FUNCTIONS or bool(colon) != FUNCTIONS[name].has_constant:
-            raise ValueError(f"{word!r} is no step of a transform of logits; there are {', '.join(FUNCTIONS)}")
-        steps.append(Step(name, float(number) if colon else 0.0))
+        try:
+            constant = float(number) if colon else 0.0
+        except ValueError:
+            constant = None
+        if name not in FUNCTIONS or bool(colon) != FUNCTIONS[name].has_constant or constant is None:
+            raise errors.unknown_transform(word, FUNCTIONS)
+        steps.append(Step(name, constant))
     return tuple(steps)
 
 

@@ -56,7 +56,7 @@ def test_torch_logs_and_torch_trace(setting: str, launcher: tuple[str, ...], tmp
     assert done.returncode == 0, done.stderr
     # Between the brackets: the source line, and what Dynamo was compiling.
     lines = [line.partition("] ")[2].partition("] ")[2] for line in done.stderr.splitlines()]
-    assert lines[0].startswith(f"graph 0: fused lm_head at {tmp_path}/{HEAD} (linear → cross_entropy, 6 x 8 → 32 ")
+    assert lines[0].startswith(f"graph 0: fused lm_head at {tmp_path}/{HEAD} (lm_head → cross_entropy, 6 x 8 → 32 ")
     assert lines[1].startswith(f"graph 1: kept at {tmp_path}/{TOPK} (")
     assert "fxfuse has no rule for it" in lines[1]
     assert [line.startswith("graph 1: remedy: ") for line in lines[2:]] == [True] * (setting == "+fxfuse")

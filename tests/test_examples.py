@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -85,6 +86,118 @@ def test_score_text_gives_the_log_probabilities_of_eager(trained: tuple[Path, st
     assert perplexity == pytest.approx(math.exp(-mean), rel=1e-3)
     assert bits == pytest.approx(-mean * tokens / math.log(2) / code.stat().st_size, abs=1e-2)
     assert numbers(output, str(noise))[0] > 2 * LENGTH, "a text of several windows"
+    assert f"As a whole, {code} is the likelier: e^" in output and f"For its size, {code} is: " in output
+
+
+@pytest.mark.slow
+def test_score_text_draws_the_surprise_of_every_token(trained: tuple[Path, str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    texts = ["for i in range($9$):\n", "import os\n" * 60]
+    given = [word for text in texts for word in ("--text", text)]
+    output = run("score_text.py", "--model", trained[0], "--device", "cpu", *given, "--plot", tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    assert output.index("import os") < output.index("for i in"), "what repeats itself is the likeliest for its size"
+    assert "less than fxfuse.min_logits_bytes" in output, "and the report says that it was not worth it"
+
+
+def test_score_text_says_which_text_is_the_likelier(score_text: ModuleType) -> None:
+    rows = score_text.rows(["short", "long"], ["ab", "abcdefgh"], [[-1.0, -1.0], [-0.5] * 8])
+    assert [row.name for row in rows] == ["long", "short"]
+    assert rows[0].bits == pytest.approx(0.5 / math.log(2)) and rows[1].perplexity == pytest.approx(math.e)
+    whole, size = score_text.verdict(rows).splitlines()
+    assert whole == "As a whole, short is the likelier: 7.4 times as likely as long."
+    assert size == "For its size, long is: 0.721 bits a byte, where short takes 1.443."
+
+
+WRONG = [
+    ("quickstart", ["--hidden", "100"], "--hidden must be a multiple of 64"),
+    ("quickstart", ["--device", "abacus"], "abacus cannot be used here"),
+    ("score_text", [], "give the name of a FILE, or a --text"),
+    ("score_text", ["--text", "", "--text", "a"], "a --text is empty"),
+    ("score_text", ["--text", "a", "--plot", "no/where.png"], "there is no directory no"),
+    ("score_text", ["--text", "a", "--plot", "a.gif"], "its name does not end in .png"),
+    ("finetune", ["--model", "./no/model"], "cannot load a model from ./no/model, which is no directory here"),
+    ("finetune", ["--steps", "0"], "argument --steps"),
+    ("distillation", ["--teacher", "./no/model"], "cannot load a model from ./no/model, which is no directory here"),
+    ("distillation", ["--temperature", "0"], "--temperature must be more than 0"),
+    ("distillation", ["--hidden", "100"], "--hidden must be a multiple of 64"),
+    pytest.param("policy_gradient", ["--prefer", ""], "0 of 8,192 tokens hold one", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "message"), WRONG)
+def test_wrong_arguments(
+    script: str,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    main = importlib.import_module(script).main
+    for given, status in ((arguments, 2), (["--help"], 0)):
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *given])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        assert exit.value.code == status
+        said = capsys.readouterr()
+        assert message in said.err.splitlines()[-1] if status else "--backend" in said.out
+
+
+@pytest.mark.slow
+def test_finetune_learns_from_completions(trained: tuple[Path, str]) -> None:
+    output = run("finetune.py", "--model", trained[0], "--device", "cpu", "--steps", 8, "--batch", 32, "--lr", 5e-3)
+    before, after = numbers(output, "before"), numbers(output, "after")
+    assert after[0] < before[0] - 0.1
+    assert after[1] == pytest.approx(math.exp(after[0]), rel=0.05)
+    assert re.search(rf"Of the {8 * 32 * 64:,} rows of 8 steps \d\d% are prompt or padding", output)
+    assert "1 head: 1 deferred; 64 MiB of logits not built" in output, "32 MiB and their gradient"
+
+
+def test_finetune_gives_labels_to_completions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import finetune
+
+    source = 'def f(a, *, b=1):\n    """Add them.\n\n    With care."""\n\ndef g():\n    pass\n'
+    (example,) = finetune.documented_functions(["syntax error", source])
+    assert example == ('def f(a, *, b=1):\n    """', 'Add them."""')
+
+    class Characters:
+        eos_token_id = 0
+
+        def __call__(self, text: str, **_: Any) -> Any:
+            return type("Encoding", (), {"input_ids": list(map(ord, text))})
+
+    assert finetune.encode(Characters(), finetune.Example("ab", "cde"), 6) is None
+    encoded = finetune.encode(Characters(), finetune.Example("ab", "cde"), 9)
+    ignored = finetune.IGNORED
+    assert encoded["input_ids"] == [0, *map(ord, "abcde"), 0, 0, 0]
+    assert encoded["labels"] == [ignored] * 3 + [*map(ord, "cde"), 0] + [ignored] * 2
+    assert finetune.ignored([encoded]) == pytest.approx(1 - 4 / 9), "four rows predict c, d, e and the end"
+
+
+@pytest.mark.slow
+def test_policy_gradient_raises_the_reward() -> None:
+    output = run("policy_gradient.py", "--device", "cpu", "--steps", 24, "--lr", 8e-3)
+    first, last = numbers(output, "1"), numbers(output, "23-24")
+    assert last[0] > 5 * first[0] > 0
+    assert first[1] == pytest.approx(math.log(8192), rel=0.01) and last[1] < first[1]
+    loss, gradient = map(float, re.findall(r"(?:loss differs by|gradients by) (\S+e-\d+)", output))
+    assert loss < 1e-5 and gradient < 1e-4
+    assert "1 head: 1 fused" in output
+
+
+@pytest.mark.slow
+def test_distillation_brings_the_student_nearer(trained: tuple[Path, str]) -> None:
+    arguments = ["--teacher", trained[0], "--device", "cpu", "--steps", 8, "--hidden", 64, "--batch", 16]
+    output = run("distillation.py", *arguments)
+    first, last = numbers(output, "1"), numbers(output, "8")
+    assert 0 < last[0] < first[0] / 2
+    before, after, teacher = (
+        numbers(output.replace(",", ""), name)[0] for name in ("student before", "student after", "teacher")
+    )
+    assert teacher < after < before
+    assert "1 head: 1 fused" in output
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 63])
@@ -114,7 +227,9 @@ def test_texts_of_any_length_share_batches(score_text: ModuleType) -> None:
     model = _Unigram(32)
     texts = [torch.randint(32, (n,)).tolist() for n in (2, 30, 9, 10, 57)]
     expected = model.scores.detach().log_softmax(0)
-    for text, found in zip(texts, score_text.score(model, texts, length=8, batch=3, backend="eager"), strict=True):
+    for text, found in zip(
+        texts, score_text.score(score_text.token_log_probs, model, texts, length=8, batch=3), strict=True
+    ):
         assert found == pytest.approx(expected[text[1:]].tolist())
 
 

@@ -23,7 +23,7 @@ def captured(gm: Any) -> GraphRecord:
     try:
         return _captured(gm)
     except Exception as failure:
-        warnings.warn(errors.not_told(failure), errors.FxfuseWarning, stacklevel=2)
+        warnings.warn(errors.not_told(failure), stacklevel=2)
         return GraphRecord(0)
 
 

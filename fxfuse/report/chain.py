@@ -287,7 +287,7 @@ def chain_of(
     try:
         last = step(function, name, args, kwargs, lambda _: None, lambda argument: argument is logits)
     except Exception as failure:  # which is no reason to stop a training
-        warnings.warn(errors.not_told(failure), errors.FxfuseWarning, stacklevel=2)
+        warnings.warn(errors.not_told(failure), stacklevel=2)
         last = word(name)
     return ARROW.join((projection, *map(word, trail[1:]), last))
 
