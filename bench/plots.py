@@ -79,7 +79,8 @@ def step(data: dict[str, Any], to: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6))
     names = list(dict.fromkeys(row["implementation"] for row in data["rows"]))
     for name in names:
-        rows = sorted((r for r in data["rows"] if r["implementation"] == name and r["tok/s"]), key=lambda r: r["batch"])
+        rows = [row for row in data["rows"] if row["implementation"] == name and isinstance(row["tok/s"], int)]
+        rows.sort(key=lambda row: row["batch"])
         look = {"marker": MARKERS[names.index(name) % len(MARKERS)], "color": COLOURS.get(name), "label": name}
         for axis, quantity, scale in ((axes[0], "tok/s", 1e-3), (axes[1], "GiB", 1)):
             axis.plot([row["batch"] for row in rows], [row[quantity] * scale for row in rows], **look)

@@ -18,7 +18,8 @@ from typing import Any
 # TORCH_COMPILE_OVERRIDE_BACKENDS, from torch 2.13 on, would not do: it replaces the backend of a graph whoever compiles
 # it, torch itself included, and drops its options.
 # torch calls torch.compile for itself too: torch.cond and flex_attention, called eagerly, do so with a backend that is
-# part of how they work. Of torch's own modules only these hand on what the script asked for.
+# part of how they work. Of torch's own modules only these hand on what the script asked for. fxfuse itself compiles what
+# it measures, with and without itself.
 _TORCH_FRONT_DOORS = ("torch.compiler", "torch.nn.modules.module")
 
 _OWN = str(Path(__file__).parent.parent) + os.sep
@@ -203,7 +204,7 @@ def routed(original: Callable[..., Any], inner: str | None = None) -> Callable[.
     @functools.wraps(original)
     def compile(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.partition(".")[0] == "torch" and caller not in _TORCH_FRONT_DOORS:
+        if caller.partition(".")[0] in ("torch", "fxfuse") and caller not in _TORCH_FRONT_DOORS:
             return original(*args, **kwargs)
         return original(*args, **through_fxfuse(kwargs, inner))
 
