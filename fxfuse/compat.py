@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -96,6 +97,15 @@ def has_node(example: Tensor) -> bool | None:
         return example.grad_fn is not None
     except RuntimeError:
         return None
+
+
+def is_signal(hook: Any) -> bool:
+    """Whether a tensor's hook only wants to know that the backward begins, as those of FSDP do that gather weights."""
+    if isinstance(hook, functools.partial):  # FSDP1
+        hook = hook.func
+        return (hook.__module__, hook.__name__) == ("torch.distributed.fsdp._runtime_utils", "_pre_backward_hook")
+    owner = type(getattr(hook, "__self__", None))
+    return owner.__module__.startswith("torch.distributed.fsdp.") and hook.__name__ == "_pre_backward"
 
 
 def transform_active() -> bool:

@@ -96,6 +96,8 @@ class DeferredLogits(Tensor):
             return iter(args[0].unbind(0))
         elif func is Tensor.__getitem__ and isinstance(args[0], DeferredLogits) and _has_mask(args[1]):
             return args[0][_without_masks(args[1])]
+        elif func is Tensor.register_hook and compat.is_signal(args[1]):
+            args[0]._deferred.origin.signals.append(args[1])
         elif func in _OF_GRADIENTS:
             _gradient_is_wanted(func, args, kwargs)
         elif func in IN_PLACE and _become(func, args, kwargs):
@@ -504,10 +506,14 @@ def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -
     origin.bypassed |= grad
     # In memory of its own: the backward may need what it was made of.
     outs = call.out if isinstance(call.out, tuple) else (call.out,)
-    return [
+    results = [
         result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
         for result, out in zip(results, outs, strict=True)
     ]
+    for result in results:
+        for signal in origin.signals if result.requires_grad else ():
+            result.register_hook(signal)
+    return results
 
 
 # --- making them ----------------------------------------------------------------------------------------------

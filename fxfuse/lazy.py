@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ class Origin:
         memory: the option ``fxfuse.memory``.
         hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
         bypassed: a fused op has read one of them, and its gradients do not pass through any.
+        signals: hooks that are to be called when a backward pass comes here, whatever its gradient is.
         lock: held while values are made.
         log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
             selected and scaled by.
@@ -45,6 +46,7 @@ class Origin:
     memory: int
     hooked: bool = False
     bypassed: bool = False
+    signals: list[Callable[[Tensor], Any]] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
     log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
 

@@ -318,3 +318,77 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 8
+
+
+_SHARDED = """
+import os, sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from helpers import dense_reads
+from test_trainers import OPTIONS, batch, make
+import torch.nn.functional as F
+
+def sharded(how):
+    model = make("llama")
+    if how == "fsdp1":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    half, back = {{}}, {{}}
+    if how == "bfloat16":
+        half = {{"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}
+        back = {{"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)}}
+    for layer in model.model.layers:
+        fully_shard(layer, **half)
+    return fully_shard(model, reshard_after_forward=how == "gathered twice", **back)
+
+def train(rank, how):
+    torch._dynamo.reset()
+    inputs = {{k: v.roll(rank, -1) for k, v in batch().items()}}
+    labels = inputs.pop("labels") if how == "loss outside" else None
+    models = [sharded(how), sharded(how)]
+    models[0].compile(backend="fxfuse", options=OPTIONS)
+    for _ in range(2):
+        outs = []
+        with dense_reads() as reads:
+            for model in models:
+                out = model(**inputs)
+                loss = out.loss
+                if how == "loss outside":
+                    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+                loss.backward()
+                outs.append(out)
+        assert not reads, reads
+        bound = {{"rtol": 2e-2, "atol": 1e-3}} if how == "bfloat16" else {{}}
+        for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+            mine, theirs = (getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in (mine, theirs))
+            torch.testing.assert_close(mine, theirs, **bound)
+        for model in models:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    try:
+        outs[0].logits.sum().item()
+    except RuntimeError as error:
+        assert "were not computed" in str(error)
+    else:
+        raise AssertionError("the weight that was gathered for the step is gone")
+
+def main(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore({store!r}, 2))
+    for how in ("fsdp2", "loss outside", "gathered twice", "bfloat16", "fsdp1"):
+        train(rank, how)
+        print("done", rank, how, flush=True)
+    dist.barrier()
+    os._exit(0)  # as above
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_fully_sharded_data_parallel(tmp_path: Path) -> None:
+    """Its hooks on what a module returns want no gradient: they gather weights when the backward begins."""
+    script = tmp_path / "two.py"
+    script.write_text(_SHARDED.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store")))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 10

@@ -18,8 +18,8 @@ from typing import Any
 # TORCH_COMPILE_OVERRIDE_BACKENDS, from torch 2.13 on, would not do: it replaces the backend of a graph whoever compiles
 # it, torch itself included, and drops its options.
 # torch calls torch.compile for itself too: torch.cond and flex_attention, called eagerly, do so with a backend that is
-# part of how they work. Of torch's own modules only these hand on what the script asked for. fxfuse itself compiles what
-# it measures, with and without itself.
+# part of how they work. Of torch's own modules only these hand on what the script asked for. fxfuse itself compiles
+# what it measures, with and without itself.
 _TORCH_FRONT_DOORS = ("torch.compiler", "torch.nn.modules.module")
 
 _OWN = str(Path(__file__).parent.parent) + os.sep
