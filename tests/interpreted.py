@@ -59,7 +59,7 @@ def interpret(file: str, folder: pytest.TempPathFactory) -> dict[str, str]:
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3000,  # about five minutes where nothing else runs
     )
     assert results.exists(), done.stderr
     return dict(json.loads(results.read_text()))

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
-import os
 import pathlib
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 
 import pytest
 import torch
+from interpreted import DTYPES, HAS_GPU, Cases, interpret
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,10 +27,7 @@ from fxfuse.kernels import tiles
 from fxfuse.ops import cuda, reference
 from fxfuse.transform import apply, decode
 
-HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-# The interpreter's bfloat16 products are not to be trusted.
-DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if HAS_GPU else ()))
 
 # Errors are the largest absolute error over the largest absolute value of the float64 result. Statistics never see a
 # 16-bit rounding, so their bound does not depend on the dtype. A gradient may err by 1.5 times what eager PyTorch errs
@@ -40,7 +35,7 @@ DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if HAS_GPU else ()))
 STATS_BOUND = 5e-6
 GRADIENT_FLOOR = {torch.float32: 2e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
 
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
 ROUTES = ("described", "general")
 route = "described"
 
@@ -910,32 +905,10 @@ def clean_indices() -> None:
 # --- pytest's side, and the interpreting process's ------------------------------------------------------------
 
 
-def _run_all() -> dict[str, str]:
-    results = {}
-    for name, check in CASES.items():
-        try:
-            check()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
-
-
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A traceback, or nothing, for each case under Triton's interpreter."""
-    results = tmp_path_factory.mktemp("interpreted") / "results.json"
-    root = str(pathlib.Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, str(results)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert results.exists(), done.stderr
-    return json.loads(results.read_text())
+    return interpret(__file__, tmp_path_factory)
 
 
 @pytest.mark.slow
@@ -961,4 +934,4 @@ def test_importing_the_ops_imports_neither_triton_nor_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    pathlib.Path(sys.argv[1]).write_text(json.dumps(_run_all()))
+    CASES.main()
