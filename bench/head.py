@@ -76,6 +76,8 @@ def peers() -> dict[str, Loss]:
     found: dict[str, Loss] = {}
     if hasattr(F, "linear_cross_entropy"):
         found["torch linear_cross_entropy"] = lambda x, w, y: F.linear_cross_entropy(x, w, y)
+        chunked = torch.nn.LinearCrossEntropyOptions()
+        found["torch linear_cross_entropy, chunked"] = lambda x, w, y: F.linear_cross_entropy(x, w, y, options=chunked)
     with contextlib.suppress(ImportError):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -101,6 +103,7 @@ def implementations() -> dict[str, Loss]:
     return {
         "eager": plain,
         "inductor": torch.compile(plain, dynamic=False),
+        "inductor, auto_chunker": torch.compile(plain, dynamic=False, options={"auto_chunker.enable": True}),
         "fxfuse": fused(plain),
         "fxfuse in 256 MiB": fused(plain, 256 << 20),
         **peers(),
