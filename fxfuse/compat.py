@@ -172,6 +172,13 @@ def schemas(target: Any) -> list[Any] | None:
     return [target._schema] if isinstance(target, torch._ops.OpOverload) else None
 
 
+def qualified_name(target: Any) -> str | None:
+    """``"fxfuse.linear_loss"`` for an overload of an operator, or None for anything else."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return target._schema.name.replace("::", ".")
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether a call target is an operator that runs a graph of its own."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -252,6 +259,13 @@ def as_raised(error: Exception) -> Exception:
     kind = type(error)
     unwrapped = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
     return unwrapped(*error.args, first_useful_frame=None)
+
+
+def backend_of(name: str) -> Callable[..., Any]:
+    """The registered backend of this name."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
 
 
 def backends() -> list[str]:

@@ -193,6 +193,9 @@ def test_what_is_read_from_fake_tensors_is_not_a_number() -> None:
         flag |= (torch.randn(3) > 0).any()
         with pytest.raises(NO_VALUE):
             bool(flag)
+        with pytest.raises(NO_VALUE):
+            int(loss)
+        assert int(torch.tensor(3)) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])

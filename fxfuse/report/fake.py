@@ -33,7 +33,7 @@ NO_VALUE = (NoValue, *compat.NO_VALUE)
 
 @contextlib.contextmanager
 def fake() -> Iterator[None]:
-    """Make every tensor that is created inside a fake one.
+    """Make every tensor that is created inside, in this thread, a fake one.
 
     Integers that are computed from no fake tensor stay real while they take no more than ``SMALL`` bytes: seeds,
     samplers and batches index with them. A float that is read from a fake tensor is NaN, and comparing two numbers
@@ -53,6 +53,7 @@ def fake() -> Iterator[None]:
         mock.patch.object(loader, "_get_iterator", in_this_process),
         mock.patch.object(torch, "save", _refuse),  # it would truncate the file first
         mock.patch.object(compat.FakeTensor, "__format__", _formatted),
+        mock.patch.object(compat.FakeTensor, "__int__", _whole),
         compat.fake_parameters_convert(),
         _Mode(),
     ):
@@ -115,6 +116,12 @@ def _for_real(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise NoValue("fake tensors cannot be saved")
+
+
+def _whole(tensor: Tensor) -> int:
+    if _is_inexact(tensor):
+        raise NoValue("NaN is no whole number")
+    return int(tensor.item())
 
 
 def _formatted(tensor: Tensor, spec: str) -> str:

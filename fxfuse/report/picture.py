@@ -155,8 +155,8 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_fused(node: Node) -> bool:
-    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fxfuse"
-    return own and "check_index" not in str(node.target)
+    name = compat.qualified_name(node.target) or ""
+    return name.startswith("fxfuse.") and "check_index" not in name
 
 
 def _boxes(graph: Graph, roles: Mapping[Node, Role]) -> tuple[Box, ...]:
@@ -187,9 +187,7 @@ def _name(node: Node) -> str:
         return argument_name(node)
     if node.op == "output":
         return "return"
-    if isinstance(node.target, torch._ops.OpOverload):
-        return f"{node.target.namespace}.{node.target._schema.name.rpartition('::')[2]}"
-    return function_name(node)
+    return compat.qualified_name(node.target) or function_name(node)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

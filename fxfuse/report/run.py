@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from .. import compat
+
 # TORCH_COMPILE_OVERRIDE_BACKENDS, from torch 2.13 on, would not do: it replaces the backend of a graph whoever compiles
 # it, torch itself included, and drops its options.
 # torch calls torch.compile for itself too: torch.cond and flex_attention, called eagerly, do so with a backend that is
@@ -254,9 +256,7 @@ def _default_backend() -> Any:
 
 def _registered_name(backend: Callable[..., Any]) -> str | None:
     """The name of a backend that was given as the function itself, if it is one that keeps its own options."""
-    from torch._dynamo import lookup_backend
-
-    return next((name for name in ("inductor", "fxfuse") if lookup_backend(name) is backend), None)
+    return next((name for name in ("inductor", "fxfuse") if compat.backend_of(name) is backend), None)
 
 
 # --- one function or module of a program ----------------------------------------------------------------------
