@@ -1,4 +1,4 @@
-"""Programs that others wrote, unmodified but for the backend: transformers, Trainer, accelerate, Lightning, DDP."""
+"""Programs that others wrote, unmodified but for the backend: transformers, Trainer, accelerate, Lightning, TRL, DDP and FSDP."""
 
 from __future__ import annotations
 
@@ -255,6 +255,45 @@ def test_lightning(inside: bool, tmp_path: Path) -> None:
     eager, _, expected = run(False)
     assert not reads
     assert metrics == expected
+    assert_trained_alike(ours, eager, 1e-4)
+
+
+@pytest.mark.slow
+def test_trl(tmp_path: Path) -> None:
+    """Its trainer has a loss of its own, which computes logits in chunks, with their accuracy and entropy."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))])}
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    texts = [{"text": " ".join(f"w{(7 * i + j) % (VOCAB - 2)}" for j in range(30))} for i in range(8)]
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "bf16": False}
+
+    def run(compile: bool) -> tuple[torch.nn.Module, list[Any]]:
+        model = make("llama")
+        if compile:
+            model.compile(backend="fxfuse", options=OPTIONS)
+        config = trl.SFTConfig(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, **quiet
+        )
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=config,
+            train_dataset=datasets.Dataset.from_list(texts),
+            processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
+        )
+        trainer.train()
+        logged = [(one["loss"], one["entropy"]) for one in trainer.state.log_history if "loss" in one]
+        return model, logged
+
+    with new_sites() as sites:
+        ours, logged = run(True)
+    assert {site.status for site in sites} == {"fused"}
+    eager, expected = run(False)
+    assert len(expected) == 3
+    torch.testing.assert_close(torch.tensor(logged), torch.tensor(expected), rtol=1e-4, atol=1e-4)
     assert_trained_alike(ours, eager, 1e-4)
 
 
