@@ -1,4 +1,4 @@
-"""Programs that others wrote, unmodified but for the backend: transformers, Trainer, accelerate, Lightning, TRL, DDP and FSDP."""
+"""Programs that others wrote, with one word changed: transformers, Trainer, accelerate, Lightning, TRL, DDP, FSDP."""
 
 from __future__ import annotations
 
