@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from tqdm import tqdm
 
-from fxfuse.report.measure import peak_bytes
+from fxfuse.report.memory import peak_bytes
 
 SHAPES = {
     "llama3-4k": (4096, 4096, 128256),

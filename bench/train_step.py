@@ -36,7 +36,7 @@ from head import command
 from tabulate import tabulate
 from tqdm import tqdm
 
-from fxfuse.report.measure import reset_resident_peak, resident_bytes
+from fxfuse.report.memory import reset_resident_peak, resident_bytes
 
 # Sizes as published in the models' own configurations.
 MODELS: dict[str, dict[str, Any]] = {

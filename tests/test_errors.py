@@ -79,7 +79,7 @@ ELSEWHERE = {
     ("report/run.py", "ModuleNotFoundError"): "as `python -m` has it",
     ("report/run.py", "ImportError"): "as `python -m` has it",
     ("report/fake.py", "NoValue"): "caught: the report says where the script ended",
-    ("report/measure.py", "MemoryError"): "caught: the report says that the head does not fit",
+    ("report/memory.py", "MemoryError"): "caught: the report says that the head does not fit",
 }
 
 

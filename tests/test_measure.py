@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fxfuse.report import Report, measure
-from fxfuse.report.measure import Cut, Cutter, Operand, measurements
+from fxfuse.report import Report, measure, memory
+from fxfuse.report.cut import Cut, Cutter, Operand
+from fxfuse.report.measure import measurements
 from fxfuse.report.records import Journal, Measured
 
 pytest.importorskip("tqdm")
@@ -266,7 +267,7 @@ def test_too_large_without_fxfuse(mine: Journal, monkeypatch: pytest.MonkeyPatch
         if needed >= site.bytes_saved:
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(measure, "_check_room", check)
+    monkeypatch.setattr(measure, "check_room", check)
     (found,) = measured(mine, report)
     assert found is not None
     assert found.without is None
@@ -276,10 +277,10 @@ def test_too_large_without_fxfuse(mine: Journal, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux tells what is free")
 def test_room_on_a_cpu() -> None:
-    measure._check_room(torch.device("cpu"), 1)
+    memory.check_room(torch.device("cpu"), 1)
     with pytest.raises(MemoryError):
-        measure._check_room(torch.device("cpu"), 1 << 60)
-    measure._check_room(torch.device("cuda"), 1 << 60)  # whose allocator says so itself
+        memory.check_room(torch.device("cpu"), 1 << 60)
+    memory.check_room(torch.device("cuda"), 1 << 60)  # whose allocator says so itself
 
 
 def test_a_head_that_fails_alone_is_noted(mine: Journal, monkeypatch: pytest.MonkeyPatch) -> None:

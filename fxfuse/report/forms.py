@@ -31,7 +31,7 @@ def watch(given: argparse.Namespace) -> None:
 
         journal.watchers.append(Sketch)
     if given.measure:
-        from .measure import Cutter
+        from .cut import Cutter
 
         journal.watchers.append(Cutter)
 
