@@ -34,8 +34,9 @@ from .report.run import Program, add_program, module, own_frames_dropped, parse,
 from .report.text import for_stream
 
 HOW_TO_COMPILE = (
-    "compiled nothing in this process, so there was nothing to fuse. Compile the model where it is made, with "
-    "`model = torch.compile(model)`, `model.compile()` or `TrainingArguments(torch_compile=True)`, and call it"
+    "compiled nothing in this process (what processes that it started compiled is fused, but not known here). Compile "
+    "the model where it is made, with `model = torch.compile(model)`, `model.compile()` or "
+    "`TrainingArguments(torch_compile=True)`, and call it"
 )
 
 

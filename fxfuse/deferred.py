@@ -147,7 +147,7 @@ class DeferredLogits(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return repr(_plain(self))
+            return repr(_plain(self, State.read))
 
 
 _KNOWN = {Tensor, torch.nn.Parameter, torch.nn.Buffer, DeferredLogits}
@@ -236,12 +236,13 @@ class _Plain(torch.autograd.Function):
         return g, None
 
 
-def _plain(deferred: DeferredLogits) -> Tensor:
-    """An ordinary tensor in the same memory; a leaf if ``deferred`` is one."""
+def _plain(deferred: DeferredLogits, values: Callable[[State], Tensor] = State.share) -> Tensor:
+    """An ordinary tensor, in the same memory if nothing else is said; a leaf if ``deferred`` is one."""
     with torch._C.DisableTorchFunctionSubclass():
+        found = values(deferred._deferred)
         if deferred.is_leaf:
-            return deferred._deferred.share().detach().requires_grad_(deferred.requires_grad)
-        return deferred.plain()
+            return found.detach().requires_grad_(deferred.requires_grad)
+        return _Plain.apply(deferred, found)
 
 
 def _looked_at(deferred: DeferredLogits) -> Tensor:
@@ -460,11 +461,11 @@ def _frozen(argument: Any) -> Any:
 
 def _head_for(deferred: list[DeferredLogits], call: Call, readers: tuple[Reader, ...]) -> Head:
     """The head to compute readers from; refused where they cannot be computed from the operands."""
-    requires_grad = readers[0].source.requires_grad
+    requires_grad = _wants_gradients(call, readers)
     operands = deferred[0]._deferred.origin.operands
     with torch._C.DisableTorchFunctionSubclass():
         claims = any(t.requires_grad for t in deferred)
-    if claims and torch.is_grad_enabled() and not requires_grad:
+    if claims and torch.is_grad_enabled() and not readers[0].source.requires_grad:
         call.keep("unknown_reader")  # a view that was made under no_grad; see ``cut_off``
     for operand in (operand for reader in readers for operand in reader.operands):
         if not compat.is_plain(operand) or operand.device != operands.head.input.device:
@@ -475,17 +476,25 @@ def _head_for(deferred: list[DeferredLogits], call: Call, readers: tuple[Reader,
         if all(t._deferred.is_built() for t in deferred):
             call.keep("operand_mutated", "something")
         raise
-    if not (requires_grad and torch.is_grad_enabled()):
+    if not requires_grad:
         return head
     if operands.are_copied():
         call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
     return operands.head
 
 
+def _wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
+    """Whether gradients may come back to what is read; to the best class, which is a whole number, none do."""
+    outs = call.out if isinstance(call.out, tuple) else (call.out,)
+    return (
+        readers[0].source.requires_grad and torch.is_grad_enabled() and any(out.dtype.is_floating_point for out in outs)
+    )
+
+
 def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -> list[Tensor]:
     """What ``readers`` of the same logits return, by a fused op from the operands of ``head``."""
     source = readers[0].source
-    grad = source.requires_grad and torch.is_grad_enabled()
+    grad = _wants_gradients(call, readers)
     source = replace(source, head=head, requires_grad=grad)
     readers = tuple(replace(reader, source=source) for reader in readers)
     reader = readers[0]

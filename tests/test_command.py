@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from scripts import HEAD, TOPK, python, write
@@ -193,8 +194,9 @@ def test_what_is_read_from_fake_tensors_is_not_a_number() -> None:
         flag |= (torch.randn(3) > 0).any()
         with pytest.raises(NO_VALUE):
             bool(flag)
-        with pytest.raises(NO_VALUE):
-            int(loss)
+        for ask in (int, numpy.asarray, lambda loss: loss.detach().cpu().numpy()):
+            with pytest.raises(NO_VALUE):
+                ask(loss)
         assert int(torch.tensor(3)) == 3
 
 

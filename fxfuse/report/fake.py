@@ -54,6 +54,8 @@ def fake() -> Iterator[None]:
         mock.patch.object(torch, "save", _refuse),  # it would truncate the file first
         mock.patch.object(compat.FakeTensor, "__format__", _formatted),
         mock.patch.object(compat.FakeTensor, "__int__", _whole),
+        mock.patch.object(compat.FakeTensor, "numpy", _no_array),
+        mock.patch.object(compat.FakeTensor, "__array__", _no_array),
         compat.fake_parameters_convert(),
         _Mode(),
     ):
@@ -116,6 +118,10 @@ def _for_real(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise NoValue("fake tensors cannot be saved")
+
+
+def _no_array(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NoValue("fake tensors are no arrays")
 
 
 def _whole(tensor: Tensor) -> int:
