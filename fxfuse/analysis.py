@@ -379,7 +379,8 @@ def analyse(graph: Graph) -> Analysis:
 
 def _may_hold_a_loss(node: Node) -> bool:
     """Whether something without a rule that reduces the class axis may be a loss or contain one."""
-    return compat.is_higher_order(node.target) or "loss" in function_name(node)
+    name = function_name(node)
+    return compat.is_higher_order(node.target) or "loss" in name or "cross_entropy" in name
 
 
 def _classes_of(handle: Any, vocab: int) -> Any:
