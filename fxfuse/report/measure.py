@@ -279,7 +279,9 @@ def _measured(site: Site, cut: Cut | None, graph: Watched, inner: str | None, ba
     for enabled, name in ((False, "without fxfuse"), (True, "with fxfuse")):
         bar.set_postfix_str(f"{site.module or site.where} {name}")
         try:
-            _check_room(device, 2 * sum(operand.bytes for operand in cut.operands) + (not enabled) * site.bytes_saved)
+            _check_room(
+                device, 2 * sum(operand.bytes for operand in cut.operands) + (not enabled) * (site.bytes_saved or 0)
+            )
             run = _compiled(cut, graph.mode, {**options, f"{PREFIX}enabled": enabled})
             since = len(journal)
             costs.append(_cost(cut, run, device))
