@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Status = Literal["fused", "deferred", "kept"]
 Kind = Literal["read", "copied", "at_once"]
+_MOST_WEIGHTS = 64  # of a site that are told apart: a program may make a new one in every step
 SCHEMA = 2  # of the JSON form; see docs/report.md
 
 
@@ -199,7 +200,7 @@ class Read:
         source: the text of the line at ``where`` when it was first run; empty if it could not be read.
         graph: ``id`` of the graph that the logits left.
         site: which of its ``sites`` they are of.
-        weight: which of that site's ``weights``; None if it was no parameter.
+        weight: which of that site's ``weights``; None if it was no parameter, or one of too many.
     """
 
     kind: Kind
@@ -352,12 +353,17 @@ class Journal:
         return record
 
     def deferred(self, site: Site, weight: Any) -> int | None:
-        """Remember that logits of ``site`` were made of ``weight``, and say which parameter that is."""
+        """Remember that logits of ``site`` were made of ``weight``, and say which parameter that is; None where it is
+        no parameter, or one too many.
+        """
         number = number_of(weight)
-        if number is not None and number not in site.weights:
-            with self._lock:
-                self._weights.setdefault(id(site), {})[number] = None
-        return number
+        if number is None or number in site.weights:
+            return number
+        with self._lock:
+            known = self._weights.setdefault(id(site), {})
+            if len(known) < _MOST_WEIGHTS:
+                known[number] = None
+            return number if number in known else None
 
     def note(self, kind: Kind, site: Site, weight: int | None, where: str, size: int) -> None:
         """Remember that deferred logits of ``site``, made of parameter ``weight``, cost ``size`` bytes."""

@@ -21,10 +21,11 @@ def number_of(weight: Any) -> int | None:
     """The number of a parameter, which count from 0 in the order in which they are seen; None for anything else."""
     if not isinstance(weight, torch.nn.Parameter):
         return None
-    if weight not in _numbers:
+    number: int | None = _numbers.get(weight)
+    if number is None:
         with _lock:
-            _numbers.setdefault(weight, next(_next))
-    return int(_numbers[weight])
+            number = _numbers.setdefault(weight, next(_next))
+    return number
 
 
 def captured_with(weight: Any) -> tuple[int, ...]:
