@@ -133,6 +133,26 @@ def _numbers(report: Report) -> list[str]:
     return re.findall(r"<strong>(.*?)</strong>", summary)
 
 
+def test_two_functions_that_call_one_module_have_one_head() -> None:
+    model = Model()
+    loss = compiled(lambda y: F.cross_entropy(model(y), y))
+    twice = compiled(lambda y: 2 * F.cross_entropy(model(y), y))
+    y = ids()
+    (head,) = heads_of(report_of(lambda: (loss(y), twice(y))))
+    assert (head.graphs, head.count, head.bytes_saved) == (2, 1, 2 * 8 * BYTES)
+
+
+def test_modules_that_are_compiled_one_by_one_have_a_head_each() -> None:
+    def run() -> None:
+        for _ in range(2):
+            model = Model()
+            compiled(lambda y, model=model: F.cross_entropy(model(y), y))(ids())
+            torch._dynamo.reset()  # else the second would run what the first has compiled
+
+    (head,) = heads_of(report_of(run))
+    assert (head.graphs, head.count, head.bytes_saved) == (2, 2, 2 * 2 * 8 * BYTES)
+
+
 def test_logits_that_were_built_are_not_counted_as_not_built() -> None:
     f = compiled(Model())
 

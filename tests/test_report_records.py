@@ -374,6 +374,26 @@ def test_the_chain_of_a_read_is_asked_for_once() -> None:
     assert len(asked) == 1
 
 
+def test_nothing_is_asked_under_the_lock_of_the_journal() -> None:
+    own, heard = Journal(), []
+
+    class Listener:
+        def graph(self, record: GraphRecord) -> None:
+            heard.append((record.id, own._lock.locked()))
+
+        def read(self, kind: str, site: Site, where: str, size: int, again: bool) -> None:
+            heard.append((kind, again, own._lock.locked()))
+
+    own.listeners.append(Listener())
+    (site,) = own.add([Site("deferred", "linear", "a.py:1", "", 1, 1, 1, "float32")]).sites
+    own.note_fused(site, None, "b.py:2", "gather", lambda: f"locked: {own._lock.locked()}")
+    own.note("read", site, None, "b.py:3", 8)
+    own.note("read", site, None, "b.py:3", 8)
+    assert own.report().fused_reads[0].chain == "locked: False"
+    assert heard == [(0, False), ("read", False, False), ("read", True, False)]
+    assert own.report().reads == (Read("read", "b.py:3", "a.py:1", 2, 16),)
+
+
 # JSON
 
 

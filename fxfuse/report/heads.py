@@ -16,8 +16,8 @@ COMPUTED = ("read", "at_once")  # kinds of reads in which deferred logits, or so
 class Head:
     """A head of the program.
 
-    A function that is compiled again has the same heads again. Several modules that run the same compiled code have
-    one each, where it is known: if they return logits that are deferred.
+    A function that is compiled again has the same heads again, as have two functions that call one module. Several
+    modules that run the same compiled code have one each, where it is known: if their logits are deferred.
 
     Attributes:
         site: of the last graph that has it.
@@ -63,7 +63,8 @@ def heads_of(report: Report) -> list[Head]:
     for compilation, graph in compilations(report):
         for index, site in enumerate(graph.sites):
             code = site.reason.code if site.reason else ""
-            function = (graph.compile_id.partition("/")[0], graph.function)
+            # Whose weight is known is that head in whatever function; else only what is compiled again is the same.
+            function = () if site.weights else (graph.compile_id.partition("/")[0], graph.function)
             key = (function, site.status, site.where, site.module, site.pattern, site.dtype, site.variant, code)
             groups.setdefault(key, []).append(_Seen(compilation, graph, index, site))
     return [head for group in groups.values() for head in _alike(report, group)]
