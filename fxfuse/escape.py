@@ -259,6 +259,6 @@ def on_plain_tensors(run: Callable[..., Any], places: Sequence[str]) -> Callable
             return arg.plain()
 
     def call(*args: Any) -> Any:
-        return run(*map(plain, args, places))
+        return run(*(plain(arg, place) for arg, place in zip(args, places, strict=True)))
 
     return call
