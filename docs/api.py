@@ -128,7 +128,7 @@ def of_errors() -> str:
 def reference() -> str:
     """The text of docs/api.md."""
     functions = ("linear_cross_entropy", "linear_log_probs", "linear_logsumexp")
-    reports = ("explain", "sites", "reads")
+    reports = ("explain", "summary", "sites", "reads")
     kinds = (
         *(
             records.Report,

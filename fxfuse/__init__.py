@@ -11,7 +11,7 @@ from importlib.metadata import version as _version
 from .errors import FxfuseError, FxfuseWarning
 from .functional import linear_cross_entropy, linear_log_probs, linear_logsumexp
 from .reasons import Reason
-from .report.explain import explain, reads, sites
+from .report.explain import explain, reads, sites, summary
 from .report.records import Read, Report, Site
 
 try:
@@ -32,4 +32,5 @@ __all__ = [
     "linear_logsumexp",
     "reads",
     "sites",
+    "summary",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from . import compat, errors
-from .escape import on_plain_tensors, restored
+from .escape import first_reads, on_plain_tensors, restored
 from .graph import rewrite
 from .options import PREFIX, Options
 from .report import announce
 from .report.captured import captured
 from .report.records import Watched, journal
+
+journal.listeners.append(announce)
 
 
 def fxfuse(
@@ -51,11 +54,11 @@ def fxfuse(
         own, rest = Options.parse(options)
         inner = _inner(own.inner, mode, rest)
         (results,) = gm.graph.output_node().args
-        record = captured(gm)
+        places = first_reads(gm.graph)
+        record = replace(captured(gm), enabled=own.enabled)
         watchers = [watcher() for watcher in journal.watchers]
         sites, escapes = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), ())
         record = journal.add(sites, record)
-        announce.graph(record)
         if watchers:
             journal.watched[record.id] = Watched(watchers, mode, options or {})
         for site in sites:
@@ -72,7 +75,7 @@ def fxfuse(
     if escapes:
         assert isinstance(results, (tuple, list))
         run = restored(run, len(results), escapes, own.min_logits_bytes, own.memory)
-    return run if whole else on_plain_tensors(run)
+    return run if whole else on_plain_tensors(run, places)
 
 
 def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:

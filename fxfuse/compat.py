@@ -116,16 +116,20 @@ def transform_active() -> bool:
 def is_whole_graph(gm: Any) -> bool:
     """Whether what a graph is given comes from the user's program, and not from another part of a graph that was split.
 
-    Only the graphs that Dynamo captured know why they end; the parts that ``DDPOptimizer`` makes of one do not.
+    Only the graphs that Dynamo captured know why they end; ``DDPOptimizer`` gives a reason of its own to its parts.
     """
-    return hasattr(gm, "compile_subgraph_reason")
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and all(frame.name != "DDPOptimizer" for frame in reason.user_stack)
 
 
 def end_of_graph(gm: Any) -> tuple[bool, str, list[tuple[str, int]]] | None:
-    """Whether a captured graph ends at a graph break, Dynamo's reason, and the frames (file, line), innermost last."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None:
+    """Whether a captured graph ends at a graph break, Dynamo's reason, and the frames (file, line), innermost last.
+
+    None for a part of a graph that was split.
+    """
+    if not is_whole_graph(gm):
         return None
+    reason = gm.compile_subgraph_reason
     return reason.graph_break, reason.reason, [(frame.filename, frame.lineno or 0) for frame in reason.user_stack]
 
 
@@ -193,6 +197,11 @@ def dynamo_source(node: Any) -> str:
     """The Python expression that a placeholder came from, ``"L['self']._modules['lm_head']"``; or empty."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", "")
     return str(name() if callable(name) else name)  # a method up to torch 2.11, a property later
+
+
+def given_value(node: Any) -> Any:
+    """The tensor of the program that a graph was captured with as a placeholder; None where it is not known."""
+    return getattr(getattr(node, "meta", {}).get("grapharg"), "example", None)
 
 
 def uncompiled(fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -368,7 +368,9 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
     origin = deferred[0]._deferred.origin
     results = _read(origin, call, readers, head)
     trail = readers[0].source.trail
-    journal.note_fused(origin.site, caller(), name, lambda: chain_of(origin.site, trail, func, name, args, kwargs))
+    journal.note_fused(
+        origin.site, origin.weight, caller(), name, lambda: chain_of(origin.site, trail, func, name, args, kwargs)
+    )
     return type(out)(results) if isinstance(out, tuple) else results[0]
 
 
@@ -594,13 +596,17 @@ def defer(
     """
     head = value.head
     with torch.set_grad_enabled(value.requires_grad):  # as in the graph, whatever the caller's mode
-        small = math.prod(value.shape) * value.dtype.itemsize < max(least, 1)
-        if small or compat.transform_active() or compat.forward_ad_active():
+        weight = journal.deferred(site, head.weight)
+        size = math.prod(value.shape) * value.dtype.itemsize
+        if size < max(least, 1) or compat.transform_active() or compat.forward_ad_active():
+            if size:
+                journal.note("at_once", site, weight, site.where, size)
             return dense(value)
-        operands = Operands(head, exposed, site.where, lambda size: journal.note("copied", site, caller(), size))
-        made = _Projection.apply(
-            head.input, head.weight, head.bias, value, layout, Origin(site, operands, memory, bypassed=bypassed)
+        operands = Operands(
+            head, exposed, site.where, lambda size: journal.note("copied", site, weight, caller(), size)
         )
+        origin = Origin(site, operands, memory, weight, bypassed=bypassed)
+        made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin)
     with torch._C.DisableTorchFunctionSubclass():
         _describe(made, replace(value, requires_grad=made.requires_grad))
     return made

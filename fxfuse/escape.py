@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from . import compat
 from .algebra import ClassTensor, Emit, Logits
@@ -18,7 +18,7 @@ from .deferred import DeferredLogits, Layout, defer
 from .eager import dense
 from .mutation import Timeline, storages
 from .report.records import Site
-from .report.source import function_name
+from .report.source import called_from, function_name, location
 from .rules import IN_PLACE, TABLE
 
 # Functions or names of methods, each with the arguments that follow the tensor.
@@ -240,13 +240,25 @@ def restored(
     return call
 
 
-def on_plain_tensors(run: Callable[..., Any]) -> Callable[..., Any]:
+def first_reads(graph: Graph) -> list[str]:
+    """For each argument of a graph, ``file.py:line`` of what takes it first; empty if nothing does."""
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    return [location(min(node.users)) or "" if node.users else "" for node in arguments]
+
+
+def on_plain_tensors(run: Callable[..., Any], places: Sequence[str]) -> Callable[..., Any]:
     """``run``, a part of a graph that was split, which may be given what another part returned: with values put in.
 
-    Compiled code reads memory and asks no ``__torch_function__``.
+    Compiled code reads memory and asks no ``__torch_function__``. ``places`` say where it reads each argument first.
     """
 
+    def plain(arg: Any, place: str) -> Any:
+        if not isinstance(arg, DeferredLogits):
+            return arg
+        with called_from(place):
+            return arg.plain()
+
     def call(*args: Any) -> Any:
-        return run(*(arg.plain() if isinstance(arg, DeferredLogits) else arg for arg in args))
+        return run(*(plain(arg, place) for arg, place in zip(args, places, strict=True)))
 
     return call

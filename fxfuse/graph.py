@@ -28,6 +28,7 @@ from .reasons import Reason, because
 from .report.chain import uses_of
 from .report.records import Ending, Site, Use, Watcher
 from .report.source import function_name, line_at, location, module_path, projection_name
+from .report.weights import captured_with
 
 
 @dataclass
@@ -226,14 +227,15 @@ def _site(candidate: Candidate, passes: Sequence[tuple[str, str]], chain: str, u
         vocab=_number(head.vocab),
         dtype=str(head.dtype).removeprefix("torch."),
         variant="; ".join(dict.fromkeys(variant for variant, _ in passes)),
-        bytes_saved=logits + converted + gradient if fused else 0,
+        bytes_saved=_sum(logits, converted, gradient) if fused else 0,
         reason=None if reason is None else replace(reason, source=line_at(reason.where)),
         chain=chain,
         source=line_at(where),
         uses=uses,
         why="; ".join(_causes(candidate, passes)) if fused else "",
         shape=tuple(map(_number, out.shape)),
-        rows_hint=candidate.rows,
+        rows_hint=None if logits is None else candidate.rows,
+        weights=captured_with(head.weight),
         logits_bytes=logits,
         converted_bytes=converted,
         gradient_bytes=gradient,
@@ -255,11 +257,19 @@ def _number(size: Any) -> int | str:
     return size if isinstance(size, int) else str(size)
 
 
-def _bytes(candidate: Candidate, variants: set[str]) -> tuple[int, int, int]:
-    """Bytes of logits, of each conversion of them to another dtype, and of their gradient.
+def _sum(*sizes: int | None) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _bytes(candidate: Candidate, variants: set[str]) -> tuple[int | None, int | None, int | None]:
+    """Bytes of logits, of each conversion of them to another dtype, and of their gradient; None where a size depends
+    on values.
 
     Exponentials that are kept stand in the gradient's place.
     """
+    if not all(compat.is_known(size) for node in candidate.projections for size in example_of(node).shape):
+        return None, None, None
     elements = candidate.rows * compat.hint(candidate.head.vocab)
     dtype = candidate.head.dtype
     if candidate.kept is None:

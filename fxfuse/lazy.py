@@ -33,6 +33,7 @@ class Origin:
         site: the head, for the report.
         operands: of the projection.
         memory: the option ``fxfuse.memory``.
+        weight: the number of the parameter that the logits are made of, for the report; None if it is none.
         hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
         bypassed: a fused op has read one of them, and its gradients do not pass through any.
         signals: hooks that are to be called when a backward pass comes here, whatever its gradient is.
@@ -44,6 +45,7 @@ class Origin:
     site: Site
     operands: Operands
     memory: int
+    weight: int | None = None
     hooked: bool = False
     bypassed: bool = False
     signals: list[Callable[[Tensor], Any]] = field(default_factory=list)
@@ -157,7 +159,7 @@ class State:
 
     def _project(self, described: ClassTensor) -> Tensor:
         values = dense(replace(described, head=self.origin.operands.as_they_were()))
-        journal.note("read", self.origin.site, caller(), values.nbytes)
+        journal.note("read", self.origin.site, self.origin.weight, caller(), values.nbytes)
         return _laid_out(values, self.meta)
 
 

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 
 from fxfuse.algebra import Head, Logits
 from fxfuse.deferred import defer
-from fxfuse.report.records import Site
+from fxfuse.report.records import Site, journal
 
 BATCH, TIME, HIDDEN, VOCAB = 2, 5, 4, 17
+SITE = Site("deferred", "linear", "programs.py:1", "", BATCH * TIME, HIDDEN, VOCAB, "float64")
+journal.add([SITE])  # what reads the logits of a ``DeferredWorld`` is told of it
 
 
 @dataclass
@@ -79,8 +81,7 @@ class DeferredWorld(World):
         head = Head(self.x, self.w, bias, False, self.w.shape[1], self.w.shape[0], self.x.dtype)
         shape = (*self.x.shape[:-1], head.vocab)
         z = Logits(head, shape, len(shape) - 1, head.dtype, torch.is_grad_enabled(), trail=("linear",))
-        site = Site("deferred", "linear", "programs.py:1", "", BATCH * TIME, HIDDEN, VOCAB, "float64")
-        return defer(z, site, least=0, memory=0)
+        return defer(z, SITE, least=0, memory=0)
 
 
 def ce(z: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -151,7 +151,7 @@ def test_finetune_learns_from_completions(trained: tuple[Path, str]) -> None:
     assert after[0] < before[0] - 0.1
     assert after[1] == pytest.approx(math.exp(after[0]), rel=0.05)
     assert re.search(rf"Of the {8 * 32 * 64:,} rows of 8 steps \d\d% are prompt or padding", output)
-    assert "1 head: 1 deferred; 64 MiB of logits not built" in output, "32 MiB and their gradient"
+    assert "1 head: 1 deferred; 64 MiB not built" in output, "32 MiB and their gradient"
 
 
 def test_finetune_gives_labels_to_completions_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fxfuse.reasons import because
 from fxfuse.report import GraphRecord, Report, Site
-from fxfuse.report.records import Ending, FusedRead, Read, Use
+from fxfuse.report.records import Ending, FusedRead, Use
 from fxfuse.report.text import WIDTH, for_stream, human_bytes, table, width_of
 
 LOSS = Use(
@@ -84,7 +84,7 @@ def test_one_fused_head() -> None:
             the weight is frozen and gets none
             not built: logits 2.0 GiB + copies in other dtypes 4.0 GiB + gradient 2.0 GiB
 
-        1 head: 1 fused; 8.0 GiB of logits not built""")
+        1 head: 1 fused; 8.0 GiB not built""")
 
 
 def test_a_kept_head_has_its_reason_the_line_that_blocks_it_and_a_remedy() -> None:
@@ -113,30 +113,9 @@ def test_a_graph_break_and_the_loss_after_it_are_one_story() -> None:
               hint: Avoid it.
             read later by a fused op, 3 times: linear(w) → view → cross_entropy
               eval.py:5  return F.cross_entropy(…)
-            not built by the graph for 12 rows: logits 954 MiB
+            not built for 12 rows: logits 954 MiB
         """)
     assert paragraph in told
-
-
-def test_the_loss_of_the_next_graph_is_named() -> None:
-    loss = Use("logits → cross_entropy", "eval.py:5", "return F.cross_entropy(logits, y)", vocab=DEFERRED.vocab)
-    other = replace(loss, chain="scores → cross_entropy", vocab=7)
-    rest = GraphRecord(1, (), "Model.forward", "eval.py:4", resumed=True, losses=(other, loss))
-    first = report(replace(DEFERRED, status="kept", reason=because("too_small", "3 bytes")), ending=BROKE)
-    told = table(Report((*first.graphs, rest)))
-    assert "read in another graph, of the rest of Model.forward: logits → cross_entropy\n      eval.py:5  ret" in told
-    assert "scores" not in told
-    assert "nothing has read them" not in told
-
-
-def test_deferred_logits_that_nothing_reads_are_said_to_be_so() -> None:
-    read = Read("read", "eval.py:9", DEFERRED.where, 2, 2 << 20, "print(logits)")
-    assert "nothing has read them" in table(report(DEFERRED))
-    told = table(replace(report(DEFERRED), reads=(read, replace(read, head="elsewhere.py:1", where="other.py:2"))))
-    assert "nothing has read them" not in told
-    assert "\n    computed after all, 2 times: see below\n" in told
-    assert "\n    1.0 MiB, 2 times (logits of eval.py:3)\n      eval.py:9  print(logits)\n" in told
-    assert "other.py:2" not in told
 
 
 def test_a_head_that_is_compiled_again_is_told_once() -> None:
@@ -156,7 +135,7 @@ def test_a_head_that_is_compiled_again_is_told_once() -> None:
         compiled again: Model.forward (train.py:40), 2 times
             tensor 'x' size mismatch at index 0. expected 2, actual 3 (2 times)
 
-        2 heads: 2 fused; 16 GiB of logits not built""")
+        2 heads: 2 fused; 16 GiB not built""")
         in told
     )
 

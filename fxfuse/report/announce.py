@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Literal
 
 from .. import compat
-from .records import GraphRecord, Report, Site
+from .records import GraphRecord, Kind, Report, Site
 
 log = logging.getLogger("fxfuse")
 
-_COUNTED: dict[Literal["read", "copied"], str] = {"read": "dense reads", "copied": "copied weights"}
+_COUNTED: dict[Kind, str] = {"read": "dense reads", "copied": "copied weights", "at_once": "computed at once"}
+_SAID: dict[Kind, str] = {
+    "read": "deferred logits computed",
+    "copied": "weight of unread logits copied",
+    "at_once": "logits computed at once",
+}
 
 
 def graph(record: GraphRecord) -> None:
@@ -35,12 +39,11 @@ def graph(record: GraphRecord) -> None:
     compat.trace_artifact("fxfuse", lambda: json.dumps(Report((record,)).to_dict()))
 
 
-def read(kind: Literal["read", "copied"], site: Site, where: str, size: int, again: bool) -> None:
+def read(kind: Kind, site: Site, where: str, size: int, again: bool) -> None:
     """Make known that deferred logits of ``site`` cost ``size`` bytes, ``again`` at the same place or not."""
     compat.counters()["fxfuse"][_COUNTED[kind]] += 1
-    what = "deferred logits computed" if kind == "read" else "weight of unread logits copied"
     level = logging.DEBUG if again else logging.INFO  # a loop reads the same logits in every step
-    log.log(level, "%s at %s, %d bytes: head at %s", what, where, size, site.where)
+    log.log(level, "%s at %s, %d bytes: head at %s", _SAID[kind], where, size, site.where)
 
 
 def _sentence(site: Site) -> str:

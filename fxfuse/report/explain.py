@@ -1,4 +1,4 @@
-"""``fxfuse.sites()``, ``fxfuse.reads()`` and ``fxfuse.explain()``."""
+"""``fxfuse.sites()``, ``fxfuse.reads()``, ``fxfuse.summary()`` and ``fxfuse.explain()``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def reads() -> tuple[Read, ...]:
     return journal.report().reads
 
 
+def summary() -> Report:
+    """Every graph compiled in this process, and what became of its heads until now; printed, a table."""
+    return journal.report()
+
+
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """What fxfuse does with the heads of ``fn``, found by calling it once.
 
@@ -30,8 +35,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         *args, **kwargs: what it is called with. The call is real, side effects included.
 
     Returns:
-        The graphs that were captured, with their sites; printed, a table. No code is generated: the graphs run
-        in eager mode.
+        The graphs that were captured, with their sites and what became of these in this call; printed, a table. No
+        code is generated: the graphs run in eager mode.
 
     Note:
         As ``torch._dynamo.explain`` does, it forgets all compiled code of this process; functions that were

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,10 +12,11 @@ import torch
 
 from ..reasons import Reason
 from .diff import of_graph
+from .heads import COMPUTED, Head, heads_of, totals
 from .layout import Layout, Placed, layout
 from .picture import Box, Drawing, Sketch
 from .records import GraphRecord, Report, Site, Status, Watched
-from .text import human_bytes
+from .text import human_bytes, no_heads
 
 # Of light and dark pages. A test holds every pair that is read against WCAG's contrast of 4.5.
 PALETTES = {
@@ -53,6 +53,7 @@ PALETTES = {
 SIGNS = {"fused": "✓", "deferred": "◷", "kept": "✕"}
 _COSTS = {
     "read": "computed after all, because something read their values",
+    "at_once": "computed at once, as they were small then, or inside of a functional transform",
     "copied": "their weight was copied before an optimizer changed it, as nothing had read them yet",
 }
 
@@ -72,18 +73,21 @@ def page(report: Report, watched: Mapping[int, Watched], title: str) -> str:
     )
     here = os.path.join(os.getcwd(), "")
     environment.filters |= {"bytes": human_bytes, "short": lambda where: where.removeprefix(here)}
-    counts = Counter(site.status for site in report.sites)
+    heads = heads_of(report)
+    sums = totals(heads)
     return environment.get_template("page.jinja").render(
         title=title,
         versions=f"fxfuse {__version__}, PyTorch {torch.__version__}",
         palettes=PALETTES,
         signs=SIGNS,
-        counts={status: counts[status] for status in get_args(Status)},
-        saved=sum(site.bytes_saved for site in report.sites),
-        most=max((site.bytes_saved for site in report.sites), default=0),
-        graphs=[_graph(graph, watched) for graph in report.graphs],
-        fused_reads=report.fused_reads,
-        reads={kind: (cost, [r for r in report.reads if r.kind == kind]) for kind, cost in _COSTS.items()},
+        counts={status: sums.counts[status] for status in get_args(Status)},
+        totals=sums,
+        most=max((site.bytes_saved or 0 for site in report.sites), default=0),
+        no_heads="" if report.sites else no_heads(report),
+        heads=[(head, _id(head.graph, head.index), _name(head.site)) for head in heads],
+        graphs=[_graph(graph, watched, heads) for graph in report.graphs],
+        fused_reads=[read for head in heads for read in head.fused_reads],
+        reads={kind: (cost, [r for h in heads for r in h.reads if r.kind == kind]) for kind, cost in _COSTS.items()},
     )
 
 
@@ -94,6 +98,7 @@ class _Shown:
     id: str
     site: Site
     name: str
+    is_computed: bool
     chains: tuple[tuple[str, ...], ...]
     line: str
     blocking_line: str
@@ -120,24 +125,34 @@ class _Figure:
     description: str
 
 
-def _graph(graph: GraphRecord, watched: Mapping[int, Watched]) -> dict[str, Any]:
+def _id(graph: GraphRecord, index: int) -> str:
+    return f"head-{graph.id}-{index}"
+
+
+def _name(site: Site) -> str:
+    return site.module or os.path.basename(site.where) or "a projection"
+
+
+def _graph(graph: GraphRecord, watched: Mapping[int, Watched], heads: Sequence[Head]) -> dict[str, Any]:
     sketch = watched[graph.id].by(Sketch) if graph.id in watched else None
     drawings = sketch.drawings if sketch else []
     if len(drawings) != len(graph.sites):  # one could not be made, of which a warning has told
         drawings = []
+    computed = {(r.graph, r.site) for head in heads for r in head.reads if r.kind in COMPUTED}
     shown = [
-        _shown(f"head-{graph.id}-{number}", site, drawing)
-        for number, (site, drawing) in enumerate(zip_longest(graph.sites, drawings))
+        _shown(_id(graph, index), site, (graph.id, index) in computed, drawing)
+        for index, (site, drawing) in enumerate(zip_longest(graph.sites, drawings))
     ]
     return {"id": graph.id, "record": graph, "heads": shown, "diff": list(of_graph(graph.id, watched))}
 
 
-def _shown(id: str, site: Site, drawing: Drawing | None) -> _Shown:
+def _shown(id: str, site: Site, is_computed: bool, drawing: Drawing | None) -> _Shown:
     blocking = site.reason.where if site.reason and site.reason.where != site.where else None
     return _Shown(
         id=id,
         site=site,
-        name=site.module or os.path.basename(site.where) or "a projection",
+        name=_name(site),
+        is_computed=is_computed,
         chains=_chains(site),
         line=site.source,
         blocking_line=site.reason.source if blocking and site.reason else "",

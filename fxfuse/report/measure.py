@@ -72,7 +72,8 @@ def _measured(site: Site, cut: Cut | None, graph: Watched, inner: str | None, ba
     for enabled, name in ((False, "without fxfuse"), (True, "with fxfuse")):
         bar.set_postfix_str(f"{site.module or site.where} {name}")
         try:
-            check_room(device, 2 * sum(operand.bytes for operand in cut.operands) + (not enabled) * site.bytes_saved)
+            built = 0 if enabled else site.bytes_saved or 0
+            check_room(device, 2 * sum(operand.bytes for operand in cut.operands) + built)
             run = _compiled(cut, graph.mode, {**options, f"{PREFIX}enabled": enabled})
             since = len(journal)
             costs.append(_cost(cut, run, device))

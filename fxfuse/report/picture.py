@@ -193,7 +193,7 @@ def _name(node: Node) -> str:
 def _bytes(tensor: torch.Tensor) -> int:
     size = tensor.element_size()
     for length in tensor.shape:
-        size *= compat.hint(length)
+        size *= compat.hint(length) if compat.is_known(length) else 0
     return size
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ..reasons import Reason
 from .source import line_at
+from .weights import number_of
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ..analysis import Candidate
 
 Status = Literal["fused", "deferred", "kept"]
+Kind = Literal["read", "copied", "at_once"]
+_MOST_WEIGHTS = 64  # of a site that are told apart: a program may make a new one in every step
 SCHEMA = 2  # of the JSON form; see docs/report.md
 
 
@@ -29,7 +32,7 @@ class Use:
             matter: ``"lm_head → float → view → cross_entropy(ignore_index=-100)"``. Logits that leave the graph end in
             ``"return"`` or ``"graph break"``.
         where: ``file.py:line`` of the last step; empty if not known.
-        source: the text of that line; empty if it cannot be read any more.
+        source: the text of that line when the graph was captured; empty if it could not be read.
         count: how often the graph has it, as it may in a loop.
         leaves: whether the logits leave the graph here.
         vocab: vocabulary size V.
@@ -89,16 +92,21 @@ class Site:
             ``"recompute in backward"``, ``"forward only"``, ``"all entries, normalised in place"``, ``"without a
             product"``; several are joined by ``"; "``; empty when kept.
         bytes_saved: bytes of the ``[N, V]`` tensors that eager makes at this site and the fused program does not
-            (the logits, their converted copy, their gradient); 0 when kept. Dynamic sizes count by their hint.
+            (the logits, their converted copy, their gradient); 0 when kept. Of a deferred head, as long as nothing
+            computes them: see ``Report.reads``. Dynamic sizes count by their hint; None where one has none.
         reason: why it was kept; None unless it was.
         chain: all uses in one line, ``"lm_head → float → cross_entropy + argmax"``.
-        source: the text of the line at ``where``; empty if it cannot be read any more.
+        source: the text of the line at ``where`` when the graph was captured; empty if it could not be read.
         uses: what reads the logits, in the order of the graph.
         why: why this variant, a sentence for each; empty when kept.
         shape: of the logits, the vocabulary last, with expressions where it is dynamic.
-        rows_hint: number of rows when the graph was captured, of all projections if the program joins several.
+        rows_hint: number of rows when the graph was captured, of all projections if the program joins several; None
+            where it depends on values, as what a mask selects.
         logits_bytes, converted_bytes, gradient_bytes: bytes, in eager, of the logits, of their copies in other dtypes,
-            and of their gradient. Unless the head is kept, ``bytes_saved`` is their sum.
+            and of their gradient; None as ``bytes_saved``, which is their sum unless the head is kept.
+        weights: numbers, in this process, of the parameters that are known to have been its weight: that which the
+            graph was captured with and, of deferred logits, those that it was called with. Modules of one class may
+            share compiled code. Empty if the weight is no parameter.
         measured: time and memory of it, where they were asked for; None too where it was kept.
     """
 
@@ -111,17 +119,18 @@ class Site:
     vocab: int | str
     dtype: str
     variant: str = ""
-    bytes_saved: int = 0
+    bytes_saved: int | None = 0
     reason: Reason | None = None
     chain: str = ""
     source: str = ""
     uses: tuple[Use, ...] = ()
     why: str = ""
     shape: tuple[int | str, ...] = ()
-    rows_hint: int = 0
-    logits_bytes: int = 0
-    converted_bytes: int = 0
-    gradient_bytes: int = 0
+    rows_hint: int | None = 0
+    logits_bytes: int | None = 0
+    converted_bytes: int | None = 0
+    gradient_bytes: int | None = 0
+    weights: tuple[int, ...] = ()
     measured: Measured | None = None
 
 
@@ -159,8 +168,9 @@ class GraphRecord:
         resumed: whether it goes on after a graph break.
         compile_id: Dynamo's: the number of the function, and which compilation of it this is: ``"0/1"``.
         recompiled: why the function was compiled again, in Dynamo's words; empty if this was the first time.
-        ending: why it ended; None where it is a part of a graph that was split.
+        ending: why it ended; None where it is a part of a graph that was split, as ``DDPOptimizer`` does.
         losses: losses in it of what it was given, of which another graph may have made the logits.
+        enabled: the option ``fxfuse.enabled``, without which no head is looked for.
     """
 
     id: int
@@ -172,6 +182,7 @@ class GraphRecord:
     recompiled: str = ""
     ending: Ending | None = None
     losses: tuple[Use, ...] = ()
+    enabled: bool = True
 
 
 @dataclass(frozen=True)
@@ -180,20 +191,27 @@ class Read:
 
     Attributes:
         kind: ``"read"`` where something needed their values, ``"copied"`` where an optimizer changed the weight while
-            they were alive and unread, so that it was copied.
+            they were alive and unread, so that it was copied; ``"at_once"`` where they were not deferred in this call,
+            as they were smaller than ``fxfuse.min_logits_bytes`` or inside of a functional transform.
         where: ``file.py:line`` of the statement.
         head: ``file.py:line`` of the projection.
         count: how often.
         bytes: of the logits, or of the copy, all together.
-        source: the text of the line at ``where``; empty if it cannot be read any more.
+        source: the text of the line at ``where`` when it was first run; empty if it could not be read.
+        graph: ``id`` of the graph that the logits left.
+        site: which of its ``sites`` they are of.
+        weight: which of that site's ``weights``; None if it was no parameter, or one of too many.
     """
 
-    kind: Literal["read", "copied"]
+    kind: Kind
     where: str
     head: str
     count: int
     bytes: int
     source: str = ""
+    graph: int = 0
+    site: int = 0
+    weight: int | None = None
 
 
 @dataclass(frozen=True)
@@ -203,9 +221,10 @@ class FusedRead:
     Attributes:
         chain: from the projection to what reads them, those steps inside of the graph too.
         where: ``file.py:line`` of the statement.
-        source: the text of that line; empty if it cannot be read any more.
+        source: the text of that line when it was first run; empty if it could not be read.
         head: ``file.py:line`` of the projection.
         count: how often.
+        graph, site, weight: as in ``Read``.
     """
 
     chain: str
@@ -213,6 +232,9 @@ class FusedRead:
     source: str
     head: str
     count: int
+    graph: int = 0
+    site: int = 0
+    weight: int | None = None
 
 
 @dataclass(frozen=True)
@@ -280,60 +302,116 @@ class Watched(NamedTuple):
         return next((watcher for watcher in self.watchers if isinstance(watcher, kind)), None)
 
 
+class Listener(Protocol):
+    """Is told of every decision, as it is made."""
+
+    def graph(self, record: GraphRecord) -> None:
+        """A graph was compiled."""
+
+    def read(self, kind: Kind, site: Site, where: str, size: int, again: bool) -> None:
+        """Deferred logits of ``site`` cost ``size`` bytes, ``again`` at the same place or not."""
+
+
+@dataclass
+class _Noted:
+    """What a place did with deferred logits of ``site``, made of parameter ``weight``."""
+
+    site: Site  # which keeps its identity from becoming that of another
+    weight: int | None
+    where: str
+    source: str
+    chain: str = ""
+    count: int = 0
+    bytes: int = 0
+
+
 class Journal:
     """Graphs in the order in which they were compiled, in this process, and what became of deferred logits.
 
     ``watchers`` are made anew for every graph, and there are none but where a report asks for more than the sites;
-    ``watched`` has theirs, by the number of the graph.
+    ``watched`` has theirs, by the number of the graph. ``listeners`` are called outside of the lock.
     """
 
     def __init__(self) -> None:
         self.watchers: list[Callable[[], Watcher]] = []
         self.watched: dict[int, Watched] = {}
+        self.listeners: list[Listener] = []
         self._lock = threading.Lock()
         self._graphs: list[GraphRecord] = []
-        self._reads: dict[tuple[Literal["read", "copied"], str, str], tuple[int, int]] = {}
-        self._fused_reads: dict[tuple[str, str, str], tuple[int, str]] = {}
+        # By the identity of the site, as two graphs may have equal ones.
+        self._reads: dict[tuple[Kind, int, int | None, str], _Noted] = {}
+        self._fused_reads: dict[tuple[int, int | None, str, str], _Noted] = {}
+        self._weights: dict[int, dict[int, None]] = {}
 
     def add(self, sites: Iterable[Site], captured: GraphRecord | None = None) -> GraphRecord:
         """Remember a graph with its ``sites``, of which everything else is as in ``captured``."""
         with self._lock:
             record = replace(captured or GraphRecord(0), id=len(self._graphs), sites=tuple(sites))
             self._graphs.append(record)
+        for listener in self.listeners:
+            listener.graph(record)
         return record
 
-    def note(self, kind: Literal["read", "copied"], site: Site, where: str, size: int) -> None:
-        """Remember that deferred logits of ``site`` cost ``size`` bytes."""
-        from . import announce  # which makes reports of records
-
+    def deferred(self, site: Site, weight: Any) -> int | None:
+        """Remember that logits of ``site`` were made of ``weight``, and say which parameter that is; None where it is
+        no parameter, or one too many.
+        """
+        number = number_of(weight)
+        if number is None or number in site.weights:
+            return number
         with self._lock:
-            key = (kind, where, site.where)
-            count, total = self._reads.get(key, (0, 0))
-            self._reads[key] = (count + 1, total + size)
-        announce.read(kind, site, where, size, again=count > 0)
+            known = self._weights.setdefault(id(site), {})
+            if len(known) < _MOST_WEIGHTS:
+                known[number] = None
+            return number if number in known else None
 
-    def note_fused(self, site: Site, where: str, name: str, chain: Callable[[], str]) -> None:
-        """Remember that the function ``name`` read deferred logits of ``site`` by a fused op; ``chain`` as in ``Use``.
+    def note(self, kind: Kind, site: Site, weight: int | None, where: str, size: int) -> None:
+        """Remember that deferred logits of ``site``, made of parameter ``weight``, cost ``size`` bytes."""
+        key = (kind, id(site), weight, where)
+        noted = self._reads.get(key) or _Noted(site, weight, where, line_at(where))
+        with self._lock:
+            noted = self._reads.setdefault(key, noted)
+            again = noted.count > 0
+            noted.count += 1
+            noted.bytes += size
+        for listener in self.listeners:
+            listener.read(kind, site, where, size, again)
+
+    def note_fused(self, site: Site, weight: int | None, where: str, name: str, chain: Callable[[], str]) -> None:
+        """Remember that the function ``name`` read deferred logits of ``site``, made of parameter ``weight``, by a
+        fused op; ``chain`` as in ``Use``.
 
         Called at every step of a training: only the first time asks for the chain.
         """
-        key = (site.where, where, name)
+        key = (id(site), weight, where, name)
+        # Outside of the lock: what is called for it may read logits itself.
+        noted = self._fused_reads.get(key) or _Noted(site, weight, where, line_at(where), chain())
         with self._lock:
-            count, known = self._fused_reads.get(key, (0, ""))
-            self._fused_reads[key] = (count + 1, known or chain())
+            self._fused_reads.setdefault(key, noted).count += 1
 
     def report(self, since: int = 0) -> Report:
-        """The graphs from number ``since`` on, and every read."""
+        """The graphs from number ``since`` on, and what became of logits that left them."""
         with self._lock:
-            reads = (
-                Read(kind, where, head, count, total, line_at(where))
-                for (kind, where, head), (count, total) in self._reads.items()
-            )
-            fused = (
-                FusedRead(chain, where, line_at(where), head, count)
-                for (head, where, _), (count, chain) in self._fused_reads.items()
-            )
-            return Report(tuple(self._graphs[since:]), tuple(reads), tuple(fused))
+            graphs = self._graphs[since:]
+            places = {id(site): (graph.id, i) for graph in graphs for i, site in enumerate(graph.sites)}
+            reads = [
+                Read(kind, n.where, n.site.where, n.count, n.bytes, n.source, *places[id(n.site)], n.weight)
+                for (kind, *_), n in self._reads.items()
+                if id(n.site) in places
+            ]
+            fused = [
+                FusedRead(n.chain, n.where, n.source, n.site.where, n.count, *places[id(n.site)], n.weight)
+                for n in self._fused_reads.values()
+                if id(n.site) in places
+            ]
+            return Report(tuple(map(self._called, graphs)), tuple(reads), tuple(fused))
+
+    def _called(self, graph: GraphRecord) -> GraphRecord:
+        """``graph`` with every parameter that its sites were called with."""
+        if not any(id(site) in self._weights for site in graph.sites):
+            return graph
+        sites = (replace(site, weights=(*site.weights, *self._weights.get(id(site), ()))) for site in graph.sites)
+        return replace(graph, sites=tuple(sites))
 
     def __len__(self) -> int:
         return len(self._graphs)

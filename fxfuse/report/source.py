@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import re
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,14 @@ _MODULE_PART = re.compile(r"\._?(?:modules|parameters|buffers)\['?([^\]']+)'?\]|
 
 
 def location(node: Node) -> str | None:
-    """``file.py:line`` of the innermost frame outside of PyTorch, or None."""
-    return innermost(_FRAME.findall(node.meta.get("stack_trace") or "")) or None
+    """``file.py:line`` of the innermost frame outside of PyTorch, or of the innermost if all are inside, or None."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return innermost(frames) or (":".join(frames[-1]) if frames else None)
 
 
 def innermost(frames: Iterable[tuple[str, Any]]) -> str:
-    """``file.py:line`` of the last of ``frames`` that is outside of PyTorch, or of the last; empty if there is none."""
-    frames = list(frames)
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    """``file.py:line`` of the last of ``frames`` that is outside of PyTorch; empty if there is none."""
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
@@ -41,11 +43,28 @@ def line_at(where: str | None) -> str:
 
 
 def caller() -> str:
-    """``file.py:line`` of the innermost running frame outside of PyTorch and fxfuse; empty if there is none."""
+    """``file.py:line`` of the innermost running frame outside of PyTorch and fxfuse; empty if there is none. Where
+    compiled code runs, of what it was compiled from, as far as that is known: see ``called_from``.
+    """
+    if _compiled_from.get():
+        return _compiled_from.get()
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN, "<")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+_compiled_from: ContextVar[str] = ContextVar("_compiled_from", default="")
+
+
+@contextlib.contextmanager
+def called_from(where: str) -> Iterator[None]:
+    """Have ``caller`` say ``where``, for a function that is compiled and has no frame there."""
+    token = _compiled_from.set(where)
+    try:
+        yield
+    finally:
+        _compiled_from.reset(token)
 
 
 def function_name(node: Node) -> str:
@@ -58,7 +77,7 @@ def module_path(node: Node, weight: Any) -> str:
     for path, kind in reversed(_modules(node)):
         if kind.rpartition(".")[2] == "Linear":
             return path
-    path, owned, _ = dynamo_source(_given(weight)).rpartition("._parameters")
+    path, owned, _ = dynamo_source(given(weight)).rpartition("._parameters")
     return _clean(path) if owned else ""
 
 
@@ -70,7 +89,7 @@ def projection_name(node: Node, weight: Any) -> str:
     if path and path in [module for module, kind in _modules(node)]:
         *outer, last = path.split(".")
         return ".".join((*outer[-1:], last)) if last.isdecimal() else last
-    made_of = name_of(_given(weight))
+    made_of = name_of(given(weight))
     return f"{function_name(node)}({made_of})" if made_of else function_name(node)
 
 
@@ -86,7 +105,7 @@ def _modules(node: Node) -> list[tuple[str, str]]:
     return [(_clean(path), kind if isinstance(kind, str) else getattr(kind, "__name__", "")) for path, kind in stack]
 
 
-def _given(weight: Any) -> Any:
+def given(weight: Any) -> Any:
     """The placeholder that a weight is made of."""
     while isinstance(weight, Node) and weight.op != "placeholder" and weight.all_input_nodes:
         weight = weight.all_input_nodes[0]

@@ -9,10 +9,10 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TextIO, get_args
 
-from .records import Ending, GraphRecord, Report, Site, Status, Use
+from .heads import Head, compilations, heads_of, totals
+from .records import Ending, GraphRecord, Report, Status, Use
 
 WIDTH = 100  # columns at most; a cell breaks onto more lines before the table gets wider
 _NARROWEST = 60
@@ -35,10 +35,10 @@ _COLOURS = {"fused": 32, "deferred": 36, "kept": 33}
 def table(report: Report, width: int = WIDTH) -> str:
     """The report as a table in ``width`` columns, then a paragraph for every head, and a line of totals."""
     if not report.sites:
-        return "\n\n".join([_filled(_no_heads(len(report.graphs)), "", width), *_recompilations(report, width)])
-    heads = _heads(report)
+        return "\n\n".join([_filled(no_heads(report), "", width), *_recompilations(report, width)])
+    heads = heads_of(report)
     parts = [_grid(heads, width), *(_told(head, report, width) for head in heads)]
-    return "\n\n".join([*parts, *_reads(report, width), *_recompilations(report, width), _totals(heads, width)])
+    return "\n\n".join([*parts, *_reads(heads, width), *_recompilations(report, width), _totals(report, heads, width)])
 
 
 def for_stream(report: Report, stream: TextIO | None) -> str:
@@ -72,53 +72,10 @@ def human_bytes(count: int) -> str:
     return f"{size:.{0 if exact else 1}f} {units[0]}"
 
 
-# --- heads ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Head:
-    """A head of the program, however often it was compiled.
-
-    Attributes:
-        site: of the last graph that has it.
-        graph: that graph.
-        graphs: how many have it.
-        count: how many alike are in one graph.
-        bytes_saved: by these.
-    """
-
-    site: Site
-    graph: GraphRecord
-    graphs: int
-    count: int
-    bytes_saved: int
-
-
-def _heads(report: Report) -> list[_Head]:
-    """A graph that is compiled again, for another shape, has the same heads again: once is enough."""
-    groups: dict[object, dict[int, list[Site]]] = {}
-    graphs = {graph.id: graph for graph in report.graphs}
-    for graph in report.graphs:
-        for site in graph.sites:
-            code = site.reason.code if site.reason else ""
-            key = (site.status, site.where, site.module, site.pattern, site.dtype, site.variant, code)
-            groups.setdefault(key, {}).setdefault(graph.id, []).append(site)
-    return [
-        _Head(
-            site=list(found.values())[-1][-1],
-            graph=graphs[max(found)],
-            graphs=len(found),
-            count=max(map(len, found.values())),
-            bytes_saved=max(sum(site.bytes_saved for site in sites) for sites in found.values()),
-        )
-        for found in groups.values()
-    ]
-
-
 # --- the table --------------------------------------------------------------------------------------------------
 
 
-def _grid(heads: Sequence[_Head], width: int) -> str:
+def _grid(heads: Sequence[Head], width: int) -> str:
     from tabulate import tabulate  # here, so that compiling a model does not import it
 
     places = _COLUMNS.values()
@@ -128,10 +85,10 @@ def _grid(heads: Sequence[_Head], width: int) -> str:
     return tabulate(lines, list(_COLUMNS), tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
 
 
-def _row(head: _Head) -> tuple[str, ...]:
+def _row(head: Head) -> tuple[str, ...]:
     site = head.site
     shape = f"{site.rows} x {site.hidden} → {site.vocab}"
-    saved = human_bytes(head.bytes_saved) if head.bytes_saved else ""
+    saved = "?" if head.bytes_saved is None else human_bytes(head.bytes_saved) if head.bytes_saved else ""
     name = site.module or re.split(" → | \\+ ", site.chain or site.pattern)[0]
     return (site.status, name, _short(site.where), shape, site.dtype, saved)
 
@@ -173,7 +130,7 @@ def _broken(pieces: Sequence[str], width: int) -> str:
 # --- a paragraph for each head ----------------------------------------------------------------------------------
 
 
-def _told(head: _Head, report: Report, width: int) -> str:
+def _told(head: Head, report: Report, width: int) -> str:
     site = head.site
     times = f"  ({head.count} alike)" if head.count > 1 else ""
     lines = [_filled(f"{site.status}: {site.chain or site.pattern}{times}", "", width, "    ")]
@@ -190,7 +147,7 @@ def _told(head: _Head, report: Report, width: int) -> str:
         lines.append(_filled(f"remedy: {site.reason.remedy}", "    ", width))
     if any(use.leaves for use in site.uses):
         lines += _left(head, report, width)
-    lines += [_filled(worth, "    ", width) for worth in _worth(site)]
+    lines += [_filled(worth, "    ", width) for worth in _worth(head)]
     return "\n".join(lines)
 
 
@@ -209,7 +166,7 @@ def _sources(places: Sequence[tuple[str, str]], width: int, indent: str = "    "
     return lines
 
 
-def _left(head: _Head, report: Report, width: int) -> Iterator[str]:
+def _left(head: Head, report: Report, width: int) -> Iterator[str]:
     """How the logits left their graph, and what read them afterwards."""
     graph, site = head.graph, head.site
     if graph.ending is not None and graph.ending.is_break:
@@ -218,18 +175,18 @@ def _left(head: _Head, report: Report, width: int) -> Iterator[str]:
     elif graph.ending is not None:
         yield _filled(f"returned by {graph.function or 'the function'}:", "    ", width)
         yield from _sources([(graph.ending.where, graph.ending.source)], width, "      ")
-    fused = [read for read in report.fused_reads if read.head == site.where and site.status == "deferred"]
-    for read in fused:
+    for read in head.fused_reads:
         yield _filled(f"read later by a fused op, {_plural(read.count, 'time')}: {read.chain}", "    ", width)
         yield from _sources([(read.where, read.source)], width, "      ")
-    for later, use in _next_loss(head, report):
-        yield _filled(f"read in another graph, of {_function(later)}: {use.chain}", "    ", width)
+    for later, use in _loss_in_the_rest(head, report):
+        yield _filled(f"{_function(later)} has a loss of logits of that size: {use.chain}", "    ", width)
         yield from _sources([(use.where, use.source)], width, "      ")
     if site.status == "deferred":
-        dense = sum(read.count for read in report.reads if (read.kind, read.head) == ("read", site.where))
-        if dense:
-            yield f"    computed after all, {_plural(dense, 'time')}: see below"
-        elif not fused:
+        for kind, what in (("at_once", "not deferred, but computed at once"), ("read", "computed after all")):
+            times = sum(read.count for read in head.reads if read.kind == kind)
+            if times:
+                yield f"    {what}, {_plural(times, 'time')}: see below"
+        if not head.is_computed and not head.fused_reads:
             yield "    nothing has read them"
 
 
@@ -246,57 +203,64 @@ def _break(ending: Ending, width: int) -> Iterator[str]:
         yield _filled(f"hint: {hint}", "      ", width)
 
 
-def _next_loss(head: _Head, report: Report) -> list[tuple[GraphRecord, Use]]:
-    """The loss of logits of this vocabulary in the first graph after this one that has one."""
-    for graph in report.graphs:
-        found = [use for use in graph.losses if use.vocab == head.site.vocab]
-        if graph.id > head.graph.id and found:
-            return [(graph, found[0])]
-    return []
+def _loss_in_the_rest(head: Head, report: Report) -> Iterator[tuple[GraphRecord, Use]]:
+    """The one loss of logits of this vocabulary in the graph of what comes after the break; if no other head's logits
+    of this size cross it, they are most likely these.
+    """
+    graph, vocab = head.graph, head.site.vocab
+    crossing = [site for site in graph.sites if site.vocab == vocab and any(use.leaves for use in site.uses)]
+    if graph.ending is None or not graph.ending.is_break or len(crossing) != 1:
+        return
+    for later in report.graphs:
+        if later.id > graph.id and later.function == graph.function:
+            found = [use for use in later.losses if use.vocab == vocab] if later.resumed else []
+            if len(found) == 1:
+                yield later, found[0]
+            return
 
 
-_BUILT = {"fused": "not built", "deferred": "not built by the graph", "kept": "built"}
-
-
-def _worth(site: Site) -> Iterator[str]:
+def _worth(head: Head) -> Iterator[str]:
+    site = head.site
     parts = {
         "logits": site.logits_bytes,
         "copies in other dtypes": site.converted_bytes,
         "gradient": site.gradient_bytes,
     }
-    named = " + ".join(f"{name} {human_bytes(size)}" for name, size in parts.items() if size)
-    if named:
-        rows = "" if isinstance(site.rows, int) else f" for {site.rows_hint} rows"
-        yield f"{_BUILT[site.status]}{rows}: {named}"
+    built = "built" if site.status == "kept" else "built at least in part" if head.is_computed else "not built"
+    if site.rows_hint is None:
+        yield f"{built}: ? bytes, as the number of rows depends on values"
+    elif named := " + ".join(f"{name} {human_bytes(size)}" for name, size in parts.items() if size):
+        rows = "" if isinstance(site.rows, int) else f" for {_plural(site.rows_hint, 'row')}"
+        yield f"{built}{rows}: {named}"
 
 
 # --- what came later --------------------------------------------------------------------------------------------
 
 _COSTS = {
     "read": "deferred logits were computed after all, because something read their values",
+    "at_once": "logits were computed at once, because there were fewer bytes of them than fxfuse.min_logits_bytes, or "
+    "inside of a functional transform",
     "copied": "a weight was copied before an optimizer changed it, because logits that nothing had read were still "
     "there (`del` them before the step to save the memory)",
 }
 
 
-def _reads(report: Report, width: int) -> Iterator[str]:
+def _reads(heads: Sequence[Head], width: int) -> Iterator[str]:
     """For each kind of cost of deferred logits, where it arose."""
-    heads = {site.where for site in report.sites}
     for kind, sentence in _COSTS.items():
         lines = []
-        for read in report.reads:
-            if read.kind == kind and read.head in heads:
-                size = human_bytes(read.bytes // read.count)
-                lines.append(f"    {size}, {_plural(read.count, 'time')} (logits of {_short(read.head)})")
-                lines += _sources([(read.where, read.source)], width, "      ")
+        for read in (read for head in heads for read in head.reads if read.kind == kind):
+            size = human_bytes(read.bytes // read.count)
+            lines.append(f"    {size}, {_plural(read.count, 'time')} (logits of {_short(read.head)})")
+            lines += _sources([(read.where, read.source)], width, "      ")
         if lines:
-            yield "\n".join([_filled(f"{kind}: {sentence}", "", width), *lines])
+            yield "\n".join([_filled(f"{kind.replace('_', ' ')}: {sentence}", "", width), *lines])
 
 
 def _recompilations(report: Report, width: int) -> Iterator[str]:
     """For each function that was compiled more than once, how often and why."""
     again: dict[tuple[str, str], Counter[str]] = {}
-    for graph in report.graphs:
+    for graph in dict(compilations(report)).values():
         if graph.recompiled:
             cause = re.sub(r"^\d+/\d+: ", "", graph.recompiled)
             again.setdefault((_function(graph), graph.where), Counter())[cause] += 1
@@ -322,20 +286,29 @@ def _filled(line: str, indent: str, width: int, further: str = "") -> str:
     )
 
 
-def _totals(heads: Sequence[_Head], width: int) -> str:
-    counts: Counter[str] = Counter()
-    for head in heads:
-        counts[head.site.status] += head.count
-    parts = ", ".join(f"{counts[status]} {status}" for status in get_args(Status) if counts[status])
-    saved = human_bytes(sum(head.bytes_saved for head in heads))
-    return _filled(f"{_plural(counts.total(), 'head')}: {parts}; {saved} of logits not built", "", width)
+def _totals(report: Report, heads: Sequence[Head], width: int) -> str:
+    sums = totals(heads)
+    parts = ", ".join(f"{sums.counts[status]} {status}" for status in get_args(Status) if sums.counts[status])
+    bytes_ = [f"{human_bytes(sums.saved)} not built{', and ? more' if sums.unknown else ''}"]
+    if sums.computed:
+        bytes_.append(f"{human_bytes(sums.computed)} deferred, and built at least in part")
+    line = _filled(f"{_plural(sums.counts.total(), 'head')}: {parts}; {'; '.join(bytes_)}", "", width)
+    return "\n".join([line, *(_filled(said, "", width) for said in _not_searched(report))])
 
 
-def _no_heads(graphs: int) -> str:
-    if not graphs:
+def _not_searched(report: Report) -> Iterator[str]:
+    count = sum(not graph.enabled for graph in report.graphs)
+    if count:
+        yield f"None was looked for in {_plural(count, 'graph')}, compiled with fxfuse.enabled=False."
+
+
+def no_heads(report: Report) -> str:
+    """What is said where there is no head."""
+    if not report.graphs:
         return "No heads seen: nothing was compiled."
-    compiled = _plural(graphs, "graph")
-    return f"No heads seen: {compiled} compiled, none with a projection to a vocabulary that fxfuse recognises."
+    searched = sum(graph.enabled for graph in report.graphs)
+    none = f": {_plural(searched, 'graph')} compiled, none with a projection to a vocabulary that fxfuse recognises."
+    return " ".join([f"No heads seen{none if searched else '.'}", *_not_searched(report)])
 
 
 def _plural(count: int, noun: str) -> str:
