@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import fxfuse
 from fxfuse.errors import FxfuseWarning
 from fxfuse.reasons import Reason
-from fxfuse.report import GraphRecord, Report, Site, chain, records
-from fxfuse.report.records import Cost, Ending, FusedRead, Journal, Measured, Read, Use, journal
+from fxfuse.report import GraphRecord, Report, Site, records
+from fxfuse.report.records import Cost, Ending, FusedRead, Journal, Measured, Projection, Read, Use, journal
 from fxfuse.report.source import line_at
+from fxfuse.report.words import step
 
 OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
 DOCUMENT = Path(__file__).parent.parent / "docs" / "report.md"
@@ -146,6 +147,68 @@ def test_every_program_is_told(recwarn: pytest.WarningsRecorder) -> None:
             assert rest
         assert bool(site.why) == (site.status != "kept")
         assert site.source
+
+
+def _refined(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    for _ in range(60):
+        z = z + z.tanh()
+    return ce(z, y)
+
+
+def _gathered(m: Any, x: Any, y: Any) -> Any:
+    z, labels = m.lm_head(x), y
+    for _ in range(60):
+        z, labels = torch.cat([z, m.lm_head(x)]), torch.cat([labels, y])
+    return ce(z, labels)
+
+
+def _distilled(m: Any, x: Any, y: Any) -> Any:
+    z, other = m.lm_head(x), F.linear(x, m.embed.weight)
+    for _ in range(60):
+        z, other = torch.minimum(z, other), torch.maximum(z, other)
+    return ce(z, y)
+
+
+def _deep(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    for _ in range(1500):
+        z = z + 1
+    return ce(z, y)
+
+
+def _deep_and_kept(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    for _ in range(1500):
+        z = z.sin()
+    return ce(z, y)
+
+
+@pytest.mark.parametrize(
+    ("read", "status", "calls"),
+    [
+        (_gathered, "fused", 61 + 2),
+        (_refined, "kept", 120 + 2),
+        (_distilled, "kept", 120 + 2),
+        (_deep, "fused", 1500 + 2),
+        (_deep_and_kept, "kept", 1500 + 2),
+    ],
+)
+def test_telling_takes_time_and_room_in_proportion(
+    read: Callable[..., Any], status: str, calls: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """However deep a graph is, and however often it uses a value again."""
+    written = []
+    monkeypatch.setattr("fxfuse.report.chain.step", lambda *call: written.append(step(*call)) or written[-1])
+    sites = report_of(read).sites
+    assert not [w for w in recwarn if w.category is FxfuseWarning]
+    assert [site.status for site in sites] == [status] * len(sites)
+    assert 0 < len(written) <= 2 * calls
+    for site in sites:
+        assert site.chain.endswith("→ reshape → cross_entropy")
+        assert all(len(use.chain) < 4000 for use in site.uses)
+        (use,) = site.uses
+        assert ("… →" in use.chain) == (calls > 40)
 
 
 def test_a_failure_of_the_report_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +460,7 @@ def _documented() -> dict[str, set[str]]:
     return {section.split()[0]: set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) for section in sections}
 
 
-RECORDS = (Report, GraphRecord, Site, Use, Measured, Cost, Reason, Ending, Read, FusedRead)
+RECORDS = (Report, GraphRecord, Site, Projection, Use, Measured, Cost, Reason, Ending, Read, FusedRead)
 
 
 def test_the_document_names_every_field() -> None:
@@ -425,7 +488,7 @@ def test_the_example_of_the_document_has_every_field() -> None:
 INSIDE = {
     "Report": {"graphs": "GraphRecord", "fused_reads": "FusedRead"},
     "GraphRecord": {"sites": "Site", "ending": "Ending"},
-    "Site": {"uses": "Use"},
+    "Site": {"uses": "Use", "projections": "Projection"},
 }
 
 
@@ -454,4 +517,4 @@ def test_steps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], text: s
     text = text.format(*(f'{name}="{value}"' for name, value in kwargs.items()))
     z = torch.ones(1)
     given = tuple(z if arg == "z" and isinstance(arg, str) else arg for arg in args)
-    assert chain.step(name, name, given, kwargs, lambda _: None, lambda arg: arg is z) == text
+    assert step(name, name, given, kwargs, lambda _: None, lambda arg: arg is z) == text

@@ -44,6 +44,20 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """What makes the logits of a head, or a part of them.
+
+    Attributes:
+        name: with which chains begin: ``"lm_head"``, after its module; or the function with its weight,
+            ``"linear(wte.weight)"``.
+        where: ``file.py:line`` in the user's source.
+    """
+
+    name: str
+    where: str
+
+
+@dataclass(frozen=True)
 class Cost:
     """Of one head alone, forward and backward: milliseconds, and the peak of memory above its operands in bytes.
 
@@ -100,6 +114,7 @@ class Site:
         logits_bytes, converted_bytes, gradient_bytes: bytes, in eager, of the logits, of their copies in other dtypes,
             and of their gradient. Unless the head is kept, ``bytes_saved`` is their sum.
         measured: time and memory of it, where they were asked for; None too where it was kept.
+        projections: all of them, in the order of the graph, if the program joins the logits of several; else the one.
     """
 
     status: Status
@@ -123,6 +138,7 @@ class Site:
     converted_bytes: int = 0
     gradient_bytes: int = 0
     measured: Measured | None = None
+    projections: tuple[Projection, ...] = ()
 
 
 @dataclass(frozen=True)
