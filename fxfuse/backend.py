@@ -19,6 +19,7 @@ from .options import PREFIX, Options
 from .report import announce
 from .report.captured import captured
 from .report.records import Watched, journal
+from .report.telling import telling
 
 
 def fxfuse(
@@ -55,7 +56,8 @@ def fxfuse(
         watchers = [watcher() for watcher in journal.watchers]
         sites, escapes = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), ())
         record = journal.add(sites, record)
-        announce.graph(record)
+        with telling():
+            announce.graph(record)
         if watchers:
             journal.watched[record.id] = Watched(watchers, mode, options or {})
         for site in sites:

@@ -213,7 +213,7 @@ def _as_eager(emit: _GraphEmit, node: Node, result: Node) -> Node:
 _Passes = Sequence[tuple[str, Sequence[Reader]]]
 
 
-def _told(candidate: Candidate, analysis: Analysis, end: Ending | None) -> Told:
+def _told(candidate: Candidate, analysis: Analysis, end: Ending | None, in_checkpoint: bool) -> Told:
     """How the logits are used, as far as that can be told."""
     told = Told()
     with telling():
@@ -222,7 +222,7 @@ def _told(candidate: Candidate, analysis: Analysis, end: Ending | None) -> Told:
             for node, head in candidate.projections.items()
         }
         returned = [escaped.node for escaped in candidate.escaped]
-        told = uses_of(projections, candidate.flow, analysis.carries, end, returned)
+        told = uses_of(projections, candidate.flow, analysis.carries, end, in_checkpoint, returned)
     return told
 
 
@@ -379,7 +379,7 @@ def _rewrite_graph(
     try:
         analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
-        told = {candidate: _told(candidate, analysis, end) for candidate in candidates}
+        told = {candidate: _told(candidate, analysis, end, in_checkpoint) for candidate in candidates}
         may_defer = options.defer_logits and not in_checkpoint
         planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
         listening = list(watchers) if candidates else []
@@ -402,7 +402,8 @@ def _rewrite_graph(
                 for escaped in candidate.escaped:
                     # Where eager made them: in the same mode, before anything else happens.
                     emit = _GraphEmit(graph, escaped.made.next, escaped.made, made)
-                    sent.setdefault(candidate, []).append(send_out(escaped, emit, output, read or several))
+                    escape = send_out(escaped, emit, output, read or several, told[candidate].ways.get(escaped.node))
+                    sent.setdefault(candidate, []).append(escape)
             made_for[candidate] += made[before:]
         for old, new in swaps:
             old.replace_all_uses_with(new)

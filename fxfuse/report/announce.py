@@ -35,12 +35,12 @@ def graph(record: GraphRecord) -> None:
     compat.trace_artifact("fxfuse", lambda: json.dumps(Report((record,)).to_dict()))
 
 
-def read(kind: Literal["read", "copied"], site: Site, where: str, size: int, again: bool) -> None:
-    """Make known that deferred logits of ``site`` cost ``size`` bytes, ``again`` at the same place or not."""
+def read(kind: Literal["read", "copied"], head: str, where: str, size: int, again: bool) -> None:
+    """Make known that logits of the projection at ``head`` cost ``size`` bytes, ``again`` at the same place or not."""
     compat.counters()["fxfuse"][_COUNTED[kind]] += 1
     what = "deferred logits computed" if kind == "read" else "weight of unread logits copied"
     level = logging.DEBUG if again else logging.INFO  # a loop reads the same logits in every step
-    log.log(level, "%s at %s, %d bytes: head at %s", what, where, size, site.where)
+    log.log(level, "%s at %s, %d bytes: head at %s", what, where, size, head)
 
 
 def _sentence(site: Site) -> str:

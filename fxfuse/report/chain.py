@@ -7,7 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter
 
 from .. import compat
+from ..algebra import map_leaves
 from ..mutation import storages, tensors, writes
 from ..rules import IN_PLACE, TABLE, Rule
-from .records import Ending, Projection, Site, Use
+from .records import Ending, Projection, Use
 from .source import function_name, line_at, location, name_of
 from .telling import telling
-from .words import is_operator, is_tensor, step, word
+from .words import Unnamed, is_operator, is_tensor, step, word
 
 ARROW = " → "
 _WHOLE = 20  # functions at either end of a chain that are still told one by one
@@ -28,6 +29,13 @@ _ROOM = 60  # characters of a chain that is told inside of another
 
 
 # --- steps of a graph -------------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """Where logits come from, and the chain from there to what they are."""
+
+    projection: Projection
+    chain: str
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,13 @@ class Told:
         chain: in one line.
         uses: one by one.
         projections: that make the logits, in the order of the graph.
-        ways: of every node that takes them: the projection that they come from, and the chain to what it returns.
+        ways: to the nodes for which they were asked for.
     """
 
     chain: str = ""
     uses: tuple[Use, ...] = ()
     projections: tuple[Projection, ...] = ()
-    ways: Mapping[Node, tuple[Projection, str]] = field(default_factory=dict)
+    ways: Mapping[Node, Way] = field(default_factory=dict)
 
 
 def uses_of(
@@ -52,6 +60,7 @@ def uses_of(
     flow: Iterable[Node],
     carries: Callable[[Node], bool],
     ending: Ending | None,
+    in_checkpoint: bool = False,
     returned: Iterable[Node] = (),
 ) -> Told:
     """How a graph uses the logits of a head.
@@ -61,21 +70,23 @@ def uses_of(
         flow: every other node that takes logits, or what has an entry for each class of them.
         carries: whether such a node returns that again.
         ending: of the graph, if known.
+        in_checkpoint: whether it is a checkpointed part of the graph that is compiled.
         returned: nodes to which the way is asked for.
     """
     walk = _Walk({node: made.name for node, made in projections.items()}, flow, carries)
     found = Counter((walk.steps(node), location(node) or "", False) for node in walk.ends())
-    end = "graph break" if ending is not None and ending.is_break else "return"
+    broken = ending is not None and ending.is_break
+    end = "end of checkpoint" if in_checkpoint else "graph break" if broken else "return"
     for node in walk:
         if (node in projections or carries(node)) and any(user.op == "output" for user in node.users):
             found[(*walk.steps(node), end), ending.where if ending is not None else "", True] += 1
     vocab = _last_size(next(iter(projections)))
     uses = tuple(
-        Use(ARROW.join(steps), where, line_at(where), count, leaves, vocab)
+        Use(ARROW.join(steps), where, line_at(where), count, leaves, vocab, leaves and in_checkpoint)
         for (steps, where, leaves), count in found.items()
     )
     chain = _joined([steps for steps, _, _ in found])
-    ways = {node: (projections[walk.origin(node)], ARROW.join(walk.steps(node))) for node in returned}
+    ways = {node: Way(projections[walk.origin(node)], ARROW.join(walk.steps(node))) for node in returned}
     return Told(chain, uses, tuple(projections[node] for node in sorted(projections)), ways)
 
 
@@ -201,7 +212,8 @@ class _Walk:
         origin = self._tensors[source]
         if target is not None:
             self._writers.add(node)
-            self._write(target, node)
+            if not self._is_written_back(node, target):
+                self._write(target, node)
             self._note(node, origin)
             return
         if _call(node) is node:
@@ -230,16 +242,26 @@ class _Walk:
                 return argument
         return None
 
+    def _is_written_back(self, node: Node, target: Node) -> bool:
+        """Whether a node assigns what was written in place already: ``z[0] *= 2`` is ``z[0] = z[0].mul_(2)``."""
+        value = node.args[2] if node.target is operator.setitem else None
+        if not isinstance(value, Node) or value not in self._writers:
+            return False
+        there = step(operator.getitem, "getitem", node.args[:2], {}, self._named, lambda arg: arg is target)
+        edited = self._tensors[value]
+        return edited.base is self._tensors[target] and edited.how == there
+
     def _write(self, target: Node, node: Node) -> None:
         """Go on by a step that is written to ``target``, with all that is certain to change."""
-        changed: dict[_Tensor, str] = {}  # and what is selected of it, where that is a part
+        changed: dict[_Tensor, str]  # and what is selected of it, where that is a part
         known = [tensor for memory in storages(target) for tensor in self._of_memory[memory]]
         tensor: _Tensor | None = self._tensors[target]
         assert tensor is not None
-        if tensor.fills:
+        assigned = node.target is operator.setitem  # to some of it, which may be nothing of a view
+        if tensor.fills and not assigned:
             changed = dict.fromkeys(known, "")
         else:
-            changed = dict.fromkeys(_views_of(tensor), "")
+            changed = {} if assigned else dict.fromkeys(_views_of(tensor), "")
             selected: list[str] = []
             while tensor is not None:
                 changed[tensor] = " ".join(reversed(selected)) if len(selected) < 3 else "…"
@@ -263,15 +285,15 @@ class _Walk:
         return place.then(text, bare, word(function_name(node)))
 
     def _text(self, node: Node, source: Node) -> str:
-        def text_of(argument: Any) -> str | None:
-            if argument in self.projections:
-                return self.projections[argument]
-            if argument in self._tensors:
-                name = function_name(argument)
-                return None if is_operator(name) else word(name)
-            return text_of_node(argument)
+        return step(node.target, function_name(node), node.args, node.kwargs, self._named, lambda arg: arg is source)
 
-        return step(node.target, function_name(node), node.args, node.kwargs, text_of, lambda arg: arg is source)
+    def _named(self, argument: Any) -> str | None:
+        if argument in self.projections:
+            return self.projections[argument]
+        if argument in self._tensors:
+            name = function_name(argument)
+            return None if is_operator(name) else word(name)
+        return text_of_node(argument)
 
 
 def _views_of(tensor: _Tensor) -> Iterator[_Tensor]:
@@ -298,18 +320,6 @@ def _fills_memory(node: Node) -> bool:
         if (key := compat.storage(tensor)) is not None:
             memory[key] = compat.hint(tensor.untyped_storage().nbytes())
     return taken >= sum(memory.values())
-
-
-def chain_of(
-    site: Site, trail: Sequence[str], function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
-    """The chain to a call that reads deferred logits of ``site``, which went through the functions ``trail``."""
-    projection = site.chain.partition(ARROW)[0]
-    logits = next((argument for argument in args if isinstance(argument, Tensor)), None)
-    last = word(name)
-    with telling():  # which is no reason to stop a training
-        last = step(function, name, args, kwargs, lambda _: None, lambda argument: argument is logits)
-    return ARROW.join((projection, *map(word, trail[1:]), last))
 
 
 def text_of_node(node: Any) -> str | None:
@@ -380,3 +390,46 @@ def _row(node: Node, table: Mapping[Any, Rule] = TABLE) -> Rule | None:
         return table.get(node.target)
     except TypeError:
         return None
+
+
+# --- calls at run time ------------------------------------------------------------------------------------------
+
+
+# In the places of the logits and of every other tensor among the arguments of a call.
+_LOGITS, _TENSOR = Unnamed("logits"), Unnamed("tensor")
+
+
+class Applied(NamedTuple):
+    """A function that was called with logits, without the tensors; ``key`` is equal for calls that are told alike."""
+
+    function: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: str
+
+    @classmethod
+    def of(cls, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], logits: Tensor) -> Applied:
+        def told(leaf: Any) -> Any:
+            return leaf if not isinstance(leaf, Tensor) else _LOGITS if leaf is logits else _TENSOR
+
+        args, kwargs = map_leaves(told, args), {key: map_leaves(told, value) for key, value in kwargs.items()}
+        return cls(function, name, args, kwargs, f"{name}{args!r}{kwargs!r}")
+
+    def text(self) -> str:
+        return step(self.function, self.name, self.args, self.kwargs, lambda _: None, lambda arg: arg is _LOGITS)
+
+
+def chain_of(before: str, calls: Sequence[Applied], in_full: bool = True) -> str:
+    """The chain to a call that reads deferred logits, the last of ``calls``; ``before`` is what the graph had done.
+
+    Unless ``in_full``, it does not tell what was done in between.
+    """
+    if not in_full:
+        return ARROW.join((before, "…", word(calls[-1].name)))
+    steps = [word(call.name) for call in calls]
+    with telling():  # for a failure is no reason to stop a training
+        steps = [call.text() for call in calls]
+    if len(steps) > 2 * _WHOLE:
+        steps[_WHOLE:-_WHOLE] = ["…"]
+    return ARROW.join((before, *steps))

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from ..analysis import Candidate
+    from .chain import Applied
 
 Status = Literal["fused", "deferred", "kept"]
+_WAYS = 8  # to one reader of deferred logits that are told apart
 SCHEMA = 2  # of the JSON form; see docs/report.md
 
 
@@ -27,12 +29,13 @@ class Use:
     Attributes:
         chain: from the projection to what reads them, each function as people write it, with the arguments that
             matter: ``"lm_head → float → view → cross_entropy(ignore_index=-100)"``. Logits that leave the graph end in
-            ``"return"`` or ``"graph break"``.
+            ``"return"`` or ``"graph break"``, those that leave a checkpointed part of it in ``"end of checkpoint"``.
         where: ``file.py:line`` of the last step; empty if not known.
         source: the text of that line; empty if it cannot be read any more.
         count: how often the graph has it, as it may in a loop.
-        leaves: whether the logits leave the graph here.
+        leaves: whether the logits leave the graph here, or a part of it.
         vocab: vocabulary size V.
+        checkpointed: whether it is a checkpointed part that they leave, which the rest of the graph reads.
     """
 
     chain: str
@@ -41,6 +44,7 @@ class Use:
     count: int = 1
     leaves: bool = False
     vocab: int | str = 0
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True)
@@ -309,7 +313,7 @@ class Journal:
         self._lock = threading.Lock()
         self._graphs: list[GraphRecord] = []
         self._reads: dict[tuple[Literal["read", "copied"], str, str], tuple[int, int]] = {}
-        self._fused_reads: dict[tuple[str, str, str], tuple[int, str]] = {}
+        self._fused_reads: dict[tuple[str, str, str, str], dict[tuple[str, ...], tuple[int, str]]] = {}
 
     def add(self, sites: Iterable[Site], captured: GraphRecord | None = None) -> GraphRecord:
         """Remember a graph with its ``sites``, of which everything else is as in ``captured``."""
@@ -318,25 +322,33 @@ class Journal:
             self._graphs.append(record)
         return record
 
-    def note(self, kind: Literal["read", "copied"], site: Site, where: str, size: int) -> None:
-        """Remember that deferred logits of ``site`` cost ``size`` bytes."""
+    def note(self, kind: Literal["read", "copied"], head: str, where: str, size: int) -> None:
+        """Remember that deferred logits of the projection at ``head`` cost ``size`` bytes."""
         from . import announce  # which makes reports of records
+        from .telling import telling
 
         with self._lock:
-            key = (kind, where, site.where)
+            key = (kind, where, head)
             count, total = self._reads.get(key, (0, 0))
             self._reads[key] = (count + 1, total + size)
-        announce.read(kind, site, where, size, again=count > 0)
+        with telling():
+            announce.read(kind, head, where, size, again=count > 0)
 
-    def note_fused(self, site: Site, where: str, name: str, chain: Callable[[], str]) -> None:
-        """Remember that the function ``name`` read deferred logits of ``site`` by a fused op; ``chain`` as in ``Use``.
+    def note_fused(self, head: str, where: str, before: str, calls: Sequence[Applied]) -> None:
+        """Remember that the last of ``calls`` read deferred logits of the projection at ``head`` by a fused op.
 
-        Called at every step of a training: only the first time asks for the chain.
+        ``before`` is the chain to what left the graph, ``calls`` what was done since. Called at every step of a
+        training, perhaps with other numbers each time: only the first few ways to a reader are told apart.
         """
-        key = (site.where, where, name)
+        from .chain import chain_of  # which makes records of graphs
+
+        key: tuple[str, ...] = tuple(call.key for call in calls)
         with self._lock:
-            count, known = self._fused_reads.get(key, (0, ""))
-            self._fused_reads[key] = (count + 1, known or chain())
+            ways = self._fused_reads.setdefault((head, where, before, calls[-1].name), {})
+            if key not in ways and len(ways) >= _WAYS:
+                key = ()
+            count, chain = ways.get(key, (0, ""))
+            ways[key] = count + 1, chain or chain_of(before, calls, in_full=bool(key))
 
     def report(self, since: int = 0) -> Report:
         """The graphs from number ``since`` on, and every read."""
@@ -347,7 +359,8 @@ class Journal:
             )
             fused = (
                 FusedRead(chain, where, line_at(where), head, count)
-                for (head, where, _), (count, chain) in self._fused_reads.items()
+                for (head, where, *_), ways in self._fused_reads.items()
+                for count, chain in ways.values()
             )
             return Report(tuple(self._graphs[since:]), tuple(reads), tuple(fused))
 

@@ -132,7 +132,7 @@ def _row(head: _Head) -> tuple[str, ...]:
     site = head.site
     shape = f"{site.rows} x {site.hidden} → {site.vocab}"
     saved = human_bytes(head.bytes_saved) if head.bytes_saved else ""
-    name = site.module or re.split(" → | \\+ ", site.chain or site.pattern)[0]
+    name = site.module or (site.projections[0].name if site.projections else "")
     return (site.status, name, _short(site.where), shape, site.dtype, saved)
 
 
@@ -188,7 +188,7 @@ def _told(head: _Head, report: Report, width: int) -> str:
         lines.append(_filled(site.reason.sentence + at, "    ", width))
         lines += _sources([(site.reason.where or "", site.reason.source)] if at else [], width, "      ")
         lines.append(_filled(f"remedy: {site.reason.remedy}", "    ", width))
-    if any(use.leaves for use in site.uses):
+    if any(use.leaves and not use.checkpointed for use in site.uses):
         lines += _left(head, report, width)
     lines += [_filled(worth, "    ", width) for worth in _worth(site)]
     return "\n".join(lines)
@@ -218,7 +218,8 @@ def _left(head: _Head, report: Report, width: int) -> Iterator[str]:
     elif graph.ending is not None:
         yield _filled(f"returned by {graph.function or 'the function'}:", "    ", width)
         yield from _sources([(graph.ending.where, graph.ending.source)], width, "      ")
-    fused = [read for read in report.fused_reads if read.head == site.where and site.status == "deferred"]
+    heads = _places(site)
+    fused = [read for read in report.fused_reads if read.head in heads and site.status == "deferred"]
     for read in fused:
         yield _filled(f"read later by a fused op, {_plural(read.count, 'time')}: {read.chain}", "    ", width)
         yield from _sources([(read.where, read.source)], width, "      ")
@@ -226,11 +227,16 @@ def _left(head: _Head, report: Report, width: int) -> Iterator[str]:
         yield _filled(f"read in another graph, of {_function(later)}: {use.chain}", "    ", width)
         yield from _sources([(use.where, use.source)], width, "      ")
     if site.status == "deferred":
-        dense = sum(read.count for read in report.reads if (read.kind, read.head) == ("read", site.where))
+        dense = sum(read.count for read in report.reads if read.kind == "read" and read.head in heads)
         if dense:
             yield f"    computed after all, {_plural(dense, 'time')}: see below"
         elif not fused:
             yield "    nothing has read them"
+
+
+def _places(site: Site) -> set[str]:
+    """``file.py:line`` of every projection of a head."""
+    return {site.where, *(made.where for made in site.projections)}
 
 
 def _function(graph: GraphRecord) -> str:
@@ -281,7 +287,7 @@ _COSTS = {
 
 def _reads(report: Report, width: int) -> Iterator[str]:
     """For each kind of cost of deferred logits, where it arose."""
-    heads = {site.where for site in report.sites}
+    heads = {where for site in report.sites for where in _places(site)}
     for kind, sentence in _COSTS.items():
         lines = []
         for read in report.reads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,16 @@ _TELLING = ("ignore_index",)
 # From an argument to its text, or None where it is a tensor without a name; and whether it is the logits.
 TextOf = Callable[[Any], str | None]
 IsLogits = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Unnamed:
+    """Stands for a tensor that has no name in the program and is gone."""
+
+    what: str
+
+
+_TENSORS = (Tensor, Unnamed)
 
 
 def step(
@@ -137,9 +148,10 @@ def _signature(function: Any) -> inspect.Signature | None:
 
 def _literal(value: Any, text_of: TextOf) -> str:
     """The text of a required argument; empty for a tensor, which the function's name stands for."""
-    if isinstance(value, (tuple, list)) and any(isinstance(item, (Tensor, Node)) for item in value):
+    if isinstance(value, (tuple, list)) and any(isinstance(item, (*_TENSORS, Node)) for item in value):
         return ""
-    return "" if isinstance(value, Tensor) or (isinstance(value, Node) and is_tensor(value)) else _text(value, text_of)
+    unsaid = isinstance(value, _TENSORS) or (isinstance(value, Node) and is_tensor(value))
+    return "" if unsaid else _text(value, text_of)
 
 
 def is_tensor(node: Node) -> bool:
@@ -152,7 +164,7 @@ def _text(value: Any, text_of: TextOf) -> str:
 
 
 def _full_text(value: Any, text_of: TextOf) -> str:
-    if isinstance(value, (Node, Tensor)):
+    if isinstance(value, (Node, *_TENSORS)):
         return text_of(value) or "…"
     if isinstance(value, slice):
         parts = ["" if part is None else _text(part, text_of) for part in (value.start, value.stop, value.step)]
