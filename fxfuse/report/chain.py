@@ -346,41 +346,45 @@ def _joined(chains: Sequence[Sequence[str]]) -> str:
 
 def losses_of_inputs(graph: Graph) -> tuple[Use, ...]:
     """The losses in a graph of what it is given, which another graph may have made."""
-    found: dict[Node, list[Node]] = {}
+    losses = {node for node in graph.nodes if (row := _row(node)) is not None and row.reads == "loss"}
+    if not losses:
+        return ()
+    given: dict[Node, Node] = {}  # what it is that a node is made of
+    ended: dict[Node, Node] = {}  # the last loss on the way there, which is no end if it is read by another
+    found: dict[Node, None] = {}
     for node in graph.nodes:
-        row = _row(node)
-        if row is None or row.reads != "loss":
-            continue
-        *path, given = _way_to(node)
-        if path and given.op == "placeholder" and is_tensor(given):
-            for earlier in path[1:]:
-                found.pop(earlier, None)
-            found[node] = [*path, given]
-    written = [node for node in graph.nodes if _row(node, IN_PLACE) is not None] if found else []
+        source = node if node.op == "placeholder" and is_tensor(node) else _read_by(node)
+        if source is node or source in given:
+            given[node] = given.get(source, node)
+        if source in ended:
+            ended[node] = ended[source]
+        if node in losses and node in given:
+            found.pop(ended.get(node, node), None)
+            ended[node] = node
+            found[node] = None
+    walks = {}
+    for start in dict.fromkeys(given[node] for node in found):
+        flow = [node for node, other in given.items() if other is start]
+        walks[start] = _Walk({start: name_of(start) or "logits"}, flow, lambda _: True)
     uses = []
-    for node, (*path, given) in found.items():
-        edits = [way for edit in written if edit < node and (way := _way_to(edit))[-1] is given]
-        flow = dict.fromkeys(step for way in (path, *edits) for step in way if step is not given)
-        walk = _Walk({given: name_of(given) or "logits"}, flow, lambda _: True)
-        where = location(node) or ""
-        uses.append(Use(ARROW.join(walk.steps(node)), where, line_at(where), vocab=_last_size(given)))
+    for node in found:
+        start, where = given[node], location(node) or ""
+        chain = ARROW.join(walks[start].steps(node))
+        uses.append(Use(chain, where, line_at(where), vocab=_last_size(start)))
     return tuple(uses)
 
 
-def _way_to(node: Node) -> list[Node]:
-    """A node, what it reads, and so on, as long as the table says what that is."""
-    way = [node]
-    while (row := _row(way[-1]) or _row(way[-1], IN_PLACE)) is not None:
-        try:
-            given = row.signature.bind(*way[-1].args, **way[-1].kwargs).arguments
-        except TypeError:
-            break
-        tracked = (part for name in row.tracked for part in tree_iter(given.get(name)))
-        source = next((part for part in tracked if isinstance(part, Node)), None)
-        if source is None:
-            break
-        way.append(source)
-    return way
+def _read_by(node: Node) -> Node | None:
+    """What a function of the table reads: the first of the arguments that may be logits."""
+    row = _row(node) or _row(node, IN_PLACE)
+    if row is None:
+        return None
+    try:
+        given = row.signature.bind(*node.args, **node.kwargs).arguments
+    except TypeError:
+        return None
+    tracked = (part for name in row.tracked for part in tree_iter(given.get(name)))
+    return next((part for part in tracked if isinstance(part, Node)), None)
 
 
 def _row(node: Node, table: Mapping[Any, Rule] = TABLE) -> Rule | None:
