@@ -43,10 +43,10 @@ class Pass:
 
 
 class _Planner:
-    def __init__(self, timeline: Timeline, options: Options, candidates: list[Candidate], may_defer: bool) -> None:
+    def __init__(self, timeline: Timeline, options: Options, candidates: list[Candidate], in_checkpoint: bool) -> None:
         self.timeline = timeline
         self.options = options
-        self.may_defer = may_defer
+        self.in_checkpoint = in_checkpoint
         self.readers = {node for candidate in candidates for node, _ in candidate.readers}
 
     def plan(self, candidate: Candidate) -> list[Pass] | None:
@@ -94,12 +94,14 @@ class _Planner:
         if known and size < self.options.min_logits_bytes:
             return because("too_small", f"{size:,} bytes", where)
         for escaped in candidate.escaped:
+            output = f"as an output of shape {' × '.join(str(size) for size in escaped.value.shape)}"
+            if self.in_checkpoint:
+                return because("checkpointed", output, location(escaped.node))
             detail = "and they are not deferred"
-            if self.may_defer:
+            if self.options.defer_logits:
                 detail = why_not(escaped, candidate.operands, self.timeline)
             if detail:
-                shape = " × ".join(str(size) for size in escaped.value.shape)
-                return because("returned", f"as an output of shape {shape}, {detail}", location(escaped.node))
+                return because("returned", f"{output}, {detail}", location(escaped.node))
         return None
 
     def _joined(self, known: Pass, node: Node, reader: Reader) -> Pass | None:
@@ -380,8 +382,7 @@ def _rewrite_graph(
         analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
         told = {candidate: _told(candidate, analysis, end, in_checkpoint) for candidate in candidates}
-        may_defer = options.defer_logits and not in_checkpoint
-        planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
+        planner = _Planner(analysis.timeline, options, candidates, in_checkpoint) if candidates else None
         listening = list(watchers) if candidates else []
         _tell(listening, "analysed", graph, candidates, in_checkpoint)
         for candidate in candidates:
