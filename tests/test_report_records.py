@@ -91,6 +91,11 @@ def _in_place(m: Any, x: Any, y: Any) -> Any:
     return ce(z, y, label_smoothing=0.1)
 
 
+@torch.library.custom_op("fxfuse_test_chains::store", mutates_args=("out",))
+def _store(out: torch.Tensor, z: torch.Tensor) -> None:
+    out.copy_(z.amax(-1))
+
+
 def _edit(edit: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     def read(m: Any, x: Any, y: Any) -> Any:
         z = m.lm_head(x)
@@ -160,6 +165,10 @@ CHAINS: dict[str, tuple[Callable[..., Any], str]] = {
     "in_place_of_another_part": (
         _edit_apart,
         "lm_head → ([:, 3:] → reshape → cross_entropy) + ([:, :3] *= 2 → reshape → cross_entropy)",
+    ),
+    "called_for_what_it_does": (
+        _edit(lambda z: torch.ops.fxfuse_test_chains.store(z.new_zeros(2, 6), z)),
+        "lm_head → store + (reshape → cross_entropy)",
     ),
     "parameter": (lambda m, x, y: ce(m.lm_head(x) * m.scale, y), "lm_head → * scale → reshape → cross_entropy"),
     "minus": (lambda m, x, y: ce(1 - m.lm_head(x), y), "lm_head → 1 - → reshape → cross_entropy"),

@@ -192,10 +192,13 @@ class _Walk:
         """What reads the logits for the last time: nothing that takes what it returns reads more of them."""
         ends: dict[Node, None] = {}
         for node in self.flow:
-            if node not in self._tensors or node in self._writers or self.carries(node):
+            if node not in self._tensors or node in self._writers:
                 continue
-            read = bool(node.users) and not any(user in self.flow for user in node.users)
-            if read if is_tensor(node) else writes(node).arguments:  # for what it returns, or for what it does
+            if not node.users or not is_tensor(node):
+                is_end = bool(writes(node).arguments)  # it is there for what it does
+            else:
+                is_end = not self.carries(node) and not any(user in self.flow for user in node.users)
+            if is_end:
                 ends[_call(node)] = None
         return list(ends)
 
