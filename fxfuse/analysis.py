@@ -226,14 +226,16 @@ class Analysis:
 
     def _need(self, node: Node, reason: Reason) -> None:
         """Note that all of what ``node`` is made of is needed, if that is probabilities."""
-        if isinstance(self._values.get(node), (Logits, _Dense, type(None))):
-            return
-        sources = [n for n in node.all_input_nodes if n in self._values]
-        if not any(isinstance(self._values[n], Logits) for n in sources):
-            for source in sources:
-                self._need(source, reason)
-        elif isinstance(self._values[node], (LogProbs, Probs)):
-            self.needed.setdefault(node, reason)
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(self._values.get(node), (Logits, _Dense, type(None))):
+                continue
+            sources = [n for n in node.all_input_nodes if n in self._values]
+            if not any(isinstance(self._values[n], Logits) for n in sources):
+                waiting += sources
+            elif isinstance(self._values[node], (LogProbs, Probs)):
+                self.needed.setdefault(node, reason)
 
     def _call(self, node: Node, out: Any) -> Call:
         return Call(function_name(node), out, example_of, location(node), self._reader_of, _constant, _classes_of)

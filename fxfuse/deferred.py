@@ -28,7 +28,7 @@ from .eager import EMIT, dense, pull_back
 from .lazy import Origin, State
 from .operands import Operands
 from .passes import class_sum, compute, operands_of, statistics
-from .report.chain import chain_of
+from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
 from .rules import IN_PLACE, TABLE, Call, Keep, Rule, outcomes_of
@@ -282,13 +282,13 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
         if isinstance(tensor, DeferredLogits) and not _is_leaf(tensor):
             origin = tensor._deferred.origin
             if origin.bypassed and func != _GRAD_FN:
-                raise errors.gradient_went_past(func.__name__, origin.site.where)
+                raise errors.gradient_went_past(func.__name__, origin.head)
             origin.hooked = True
 
 
 def _head_of(args: Any) -> str:
     """``file.py:line`` of the projection whose logits are among ``args``."""
-    return next(t._deferred.origin.site.where for t in tree_iter(args) if isinstance(t, DeferredLogits))
+    return next(t._deferred.origin.head for t in tree_iter(args) if isinstance(t, DeferredLogits))
 
 
 def _is_leaf(tensor: Tensor) -> bool:
@@ -341,6 +341,8 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
     deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits)]
     if not all(map(_is_described, deferred)):
         return NotImplemented
+    said = name if rule_args is args else "getattr"  # of an attribute
+    calls = (*deferred[0]._deferred.calls, Applied.of(func, said, rule_args, kwargs, deferred[0]))
     try:
         if entry.derives:
             with _deferring(shapes=False):
@@ -358,6 +360,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                     if made is not deferred[0]:
                         assert isinstance(outcome, ClassTensor)
                         _describe(made, outcome.map(_frozen))
+                        made._deferred.calls = calls
                 return out
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
@@ -367,10 +370,8 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
         return NotImplemented
     origin = deferred[0]._deferred.origin
     results = _read(origin, call, readers, head)
-    trail = readers[0].source.trail
-    journal.note_fused(
-        origin.site, origin.weight, caller(), name, lambda: chain_of(origin.site, trail, func, name, args, kwargs)
-    )
+    before = origin.way.chain if origin.way else "…"
+    journal.note_fused(origin.site, origin.weight, origin.head, caller(), before, calls)
     return type(out)(results) if isinstance(out, tuple) else results[0]
 
 
@@ -582,6 +583,7 @@ def defer(
     layout: Layout | None = None,
     exposed: bool = False,
     bypassed: bool = False,
+    way: Way | None = None,
 ) -> Tensor:
     """The logits that ``value`` describes, whose operands are tensors; computed when they are read.
 
@@ -593,6 +595,7 @@ def defer(
         layout: strides and offset of what eager returns; None if it is contiguous.
         exposed: whether others have the hidden states and may write to them, so that they must be copied.
         bypassed: whether gradients went past them already.
+        way: how they came to be, for the report; None where that is not known.
     """
     head = value.head
     with torch.set_grad_enabled(value.requires_grad):  # as in the graph, whatever the caller's mode
@@ -600,12 +603,13 @@ def defer(
         size = math.prod(value.shape) * value.dtype.itemsize
         if size < max(least, 1) or compat.transform_active() or compat.forward_ad_active():
             if size:
-                journal.note("at_once", site, weight, site.where, size)
+                journal.note("at_once", site, weight, site.where, site.where, size)
             return dense(value)
+        where = way.projection.where if way else site.where
         operands = Operands(
-            head, exposed, site.where, lambda size: journal.note("copied", site, weight, caller(), size)
+            head, exposed, where, lambda size: journal.note("copied", site, weight, where, caller(), size)
         )
-        origin = Origin(site, operands, memory, weight, bypassed=bypassed)
+        origin = Origin(site, operands, memory, weight, bypassed=bypassed, way=way)
         made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin)
     with torch._C.DisableTorchFunctionSubclass():
         _describe(made, replace(value, requires_grad=made.requires_grad))

@@ -17,6 +17,7 @@ from .algebra import ClassTensor, Emit, Logits
 from .deferred import DeferredLogits, Layout, defer
 from .eager import dense
 from .mutation import Timeline, storages
+from .report.chain import Way
 from .report.records import Site
 from .report.source import called_from, function_name, location
 from .rules import IN_PLACE, TABLE
@@ -90,6 +91,7 @@ class Escape:
         exposed: whether something else has the memory of the hidden states: the caller, or another output.
         views: positions of views of the logits, and how each is made.
         bypassed: whether the graph reads them too, so that not all of their gradient passes through what is returned.
+        way: how they came to be, for the report; None where that is not known.
     """
 
     positions: tuple[int, ...]
@@ -101,6 +103,7 @@ class Escape:
     exposed: bool
     views: tuple[tuple[tuple[int, ...], Chain], ...]
     bypassed: bool
+    way: Way | None = None
 
 
 def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Timeline) -> str:
@@ -161,8 +164,8 @@ def _is_given(node: Node) -> bool:
     return any(storages(node) & storages(argument) for argument in given)
 
 
-def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool) -> Escape:
-    """Return the operands of ``escaped`` from the graph instead of it; ``bypassed`` as in ``Escape``."""
+def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Way | None) -> Escape:
+    """Return the operands of ``escaped`` from the graph instead of it; ``bypassed`` and ``way`` as in ``Escape``."""
     value, head = escaped.value, escaped.value.head
     arguments = [node for node in output.graph.nodes if node.op == "placeholder"]
     (results,) = output.args
@@ -195,7 +198,7 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool) -> Esca
     transposed = head.weight_transposed and not value.class_ops
     bare = replace(head, input=None, weight=None, bias=None, vocab=value.vocab, weight_transposed=transposed)
     logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
-    return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed, views, bypassed)
+    return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed, views, bypassed, way)
 
 
 def restored(
@@ -226,7 +229,8 @@ def restored(
             if compat.is_fake(input):
                 made.append(dense(value))
             else:
-                made.append(defer(value, site, least, memory, escape.layout, escape.exposed, escape.bypassed))
+                given = escape.layout, escape.exposed, escape.bypassed, escape.way
+                made.append(defer(value, site, least, memory, *given))
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:
                 results[i] = logits

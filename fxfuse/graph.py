@@ -25,9 +25,10 @@ from .mutation import Timeline, tensors
 from .options import Options
 from .passes import KEPT, compute, computes_again, why
 from .reasons import Reason, because
-from .report.chain import uses_of
-from .report.records import Ending, Site, Use, Watcher
+from .report.chain import Told, uses_of
+from .report.records import Ending, Projection, Site, Watcher
 from .report.source import function_name, line_at, location, module_path, projection_name
+from .report.telling import telling
 from .report.weights import captured_with
 
 
@@ -43,10 +44,10 @@ class Pass:
 
 
 class _Planner:
-    def __init__(self, timeline: Timeline, options: Options, candidates: list[Candidate], may_defer: bool) -> None:
+    def __init__(self, timeline: Timeline, options: Options, candidates: list[Candidate], in_checkpoint: bool) -> None:
         self.timeline = timeline
         self.options = options
-        self.may_defer = may_defer
+        self.in_checkpoint = in_checkpoint
         self.readers = {node for candidate in candidates for node, _ in candidate.readers}
 
     def plan(self, candidate: Candidate) -> list[Pass] | None:
@@ -94,12 +95,14 @@ class _Planner:
         if known and size < self.options.min_logits_bytes:
             return because("too_small", f"{size:,} bytes", where)
         for escaped in candidate.escaped:
+            output = f"as an output of shape {' × '.join(str(size) for size in escaped.value.shape)}"
+            if self.in_checkpoint:
+                return because("checkpointed", output, location(escaped.node))
             detail = "and they are not deferred"
-            if self.may_defer:
+            if self.options.defer_logits:
                 detail = why_not(escaped, candidate.operands, self.timeline)
             if detail:
-                shape = " × ".join(str(size) for size in escaped.value.shape)
-                return because("returned", f"as an output of shape {shape}, {detail}", location(escaped.node))
+                return because("returned", f"{output}, {detail}", location(escaped.node))
         return None
 
     def _joined(self, known: Pass, node: Node, reader: Reader) -> Pass | None:
@@ -207,46 +210,84 @@ def _as_eager(emit: _GraphEmit, node: Node, result: Node) -> Node:
     return result
 
 
-def _site(candidate: Candidate, passes: Sequence[tuple[str, str]], chain: str, uses: tuple[Use, ...]) -> Site:
-    """The record of a head, ``passes`` being the variant of each and why; ``chain`` and ``uses`` as ``uses_of``."""
-    head, out = candidate.head, example_of(candidate.node)
-    rows: Any = 1
-    for size in out.shape[:-1]:
-        rows = rows * size
-    fused, reason = candidate.kept is None, candidate.kept
-    patterns = list(dict.fromkeys(reader.pattern for _, reader in candidate.readers)) if fused else []
-    where = location(candidate.node) or ""
-    logits, converted, gradient = _bytes(candidate, {variant for variant, _ in passes})
-    return Site(
+# --- telling --------------------------------------------------------------------------------------------------
+
+# The passes of a head: how each is computed, and what it reads.
+_Passes = Sequence[tuple[str, Sequence[Reader]]]
+
+
+def _told(candidate: Candidate, analysis: Analysis, end: Ending | None, in_checkpoint: bool) -> Told:
+    """How the logits are used, as far as that can be told."""
+    told = Told()
+    with telling():
+        projections = {
+            node: Projection(projection_name(node, head.weight), location(node) or "")
+            for node, head in candidate.projections.items()
+        }
+        returned = [escaped.node for escaped in candidate.escaped]
+        told = uses_of(projections, candidate.flow, analysis.carries, end, in_checkpoint, returned)
+    return told
+
+
+def _trained(candidate: Candidate) -> tuple[bool, bool]:
+    """Whether the hidden states and the weight require a gradient."""
+    head = candidate.head
+    return bool(example_of(head.input).requires_grad), bool(example_of(head.weight).requires_grad)
+
+
+def _site(candidate: Candidate, passes: _Passes, told: Told, in_checkpoint: bool = False, memory: int = 0) -> Site:
+    """The record of a head; with less in it, if that cannot be told, for a head is fused all the same."""
+    fused, head = candidate.kept is None, candidate.head
+    site = Site(
         status="kept" if not fused else "deferred" if candidate.escaped else "fused",
-        pattern=" + ".join(patterns) or " → ".join(candidate.trail or (function_name(candidate.node),)),
-        where=where,
-        module=module_path(candidate.node, head.weight),
-        rows=_number(rows),
+        pattern=" → ".join(candidate.trail or (function_name(candidate.node),)),
+        where=location(candidate.node) or "",
+        module="",
+        rows=candidate.rows,
         hidden=_number(head.hidden),
         vocab=_number(head.vocab),
         dtype=str(head.dtype).removeprefix("torch."),
         variant="; ".join(dict.fromkeys(variant for variant, _ in passes)),
-        bytes_saved=_sum(logits, converted, gradient) if fused else 0,
-        reason=None if reason is None else replace(reason, source=line_at(reason.where)),
-        chain=chain,
-        source=line_at(where),
-        uses=uses,
-        why="; ".join(_causes(candidate, passes)) if fused else "",
-        shape=tuple(map(_number, out.shape)),
-        rows_hint=None if logits is None else candidate.rows,
-        weights=captured_with(head.weight),
-        logits_bytes=logits,
-        converted_bytes=converted,
-        gradient_bytes=gradient,
+        reason=candidate.kept,
+        chain=told.chain,
+        uses=told.uses,
+        rows_hint=candidate.rows,
+        projections=told.projections,
     )
+    with telling():
+        rows: Any = 1
+        *sizes, _ = shape = example_of(candidate.node).shape
+        for size in sizes:
+            rows = rows * size
+        patterns = dict.fromkeys(reader.pattern for _, reader in candidate.readers) if fused else ()
+        logits, converted, gradient = _bytes(candidate, {variant for variant, _ in passes})
+        causes = _causes(candidate, passes, in_checkpoint, memory) if fused else ()
+        site = replace(
+            site,
+            pattern=" + ".join(patterns) or site.pattern,
+            module=module_path(candidate.node, head.weight),
+            rows=_number(rows),
+            bytes_saved=_sum(logits, converted, gradient) if fused else 0,
+            reason=None if fused or site.reason is None else replace(site.reason, source=line_at(site.reason.where)),
+            source=line_at(site.where),
+            why="; ".join(causes),
+            shape=tuple(map(_number, shape)),
+            rows_hint=None if logits is None else candidate.rows,
+            weights=captured_with(head.weight),
+            logits_bytes=logits,
+            converted_bytes=converted,
+            gradient_bytes=gradient,
+        )
+    return site
 
 
-def _causes(candidate: Candidate, passes: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Why a head is computed as it is, ``passes`` being the variant of each and why."""
-    several = len(dict(passes)) > 1
-    yield from dict.fromkeys(f"{variant}: {cause}" if several else cause for variant, cause in passes)
-    input, weight = _trained(candidate)
+def _causes(candidate: Candidate, passes: _Passes, in_checkpoint: bool, memory: int) -> Iterator[str]:
+    """Why a head is computed as it is."""
+    trained = _trained(candidate)
+    several = len({variant for variant, _ in passes}) > 1
+    found = [(variant, why(variant, readers, any(trained), in_checkpoint, memory)) for variant, readers in passes]
+    yield from dict.fromkeys(f"{variant}: {cause}" if several else cause for variant, cause in found)
+    input, weight = trained
     if input != weight and any(reader.source.requires_grad for _, reader in candidate.readers):
         yield "the weight is frozen and gets none" if input else "the hidden states need none"
     if candidate.escaped:
@@ -286,6 +327,9 @@ def _bytes(candidate: Candidate, variants: set[str]) -> tuple[int | None, int | 
 
 def _elements(out: Tensor) -> int:
     return math.prod(map(compat.hint, out.shape))
+
+
+# --- a graph --------------------------------------------------------------------------------------------------
 
 
 def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, bool]]:
@@ -337,8 +381,8 @@ def _rewrite_graph(
     graph = gm.graph
     candidates: list[Candidate] = []
     made: list[Node] = []
-    passes: dict[Candidate, list[tuple[str, str]]] = {}
-    told: dict[Candidate, tuple[str, tuple[Use, ...]]] = {}
+    passes: dict[Candidate, list[tuple[str, Sequence[Reader]]]] = {}
+    told: dict[Candidate, Told] = {}
     swaps: list[tuple[Node, Node]] = []
     sent: dict[Candidate, list[Escape]] = {}
     made_for: dict[Candidate, list[Node]] = {}
@@ -348,9 +392,8 @@ def _rewrite_graph(
     try:
         analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
-        told = {candidate: _told(candidate, analysis, end) for candidate in candidates}
-        may_defer = options.defer_logits and not in_checkpoint
-        planner = _Planner(analysis.timeline, options, candidates, may_defer) if candidates else None
+        told = {candidate: _told(candidate, analysis, end, in_checkpoint) for candidate in candidates}
+        planner = _Planner(analysis.timeline, options, candidates, in_checkpoint) if candidates else None
         listening = list(watchers) if candidates else []
         _tell(listening, "analysed", graph, candidates, in_checkpoint)
         for candidate in candidates:
@@ -360,9 +403,7 @@ def _rewrite_graph(
                 emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
                 variant, results = _write(one, emit, in_checkpoint, options.memory)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
-                readers = [reader for _, reader in one.readers]
-                cause = why(variant, readers, any(_trained(candidate)), in_checkpoint, options.memory)
-                passes.setdefault(candidate, []).append((variant, cause))
+                passes.setdefault(candidate, []).append((variant, [reader for _, reader in one.readers]))
             made_for[candidate] = made[before:]
         _tell(listening, "planned", candidates)
         for candidate in candidates:
@@ -373,7 +414,8 @@ def _rewrite_graph(
                 for escaped in candidate.escaped:
                     # Where eager made them: in the same mode, before anything else happens.
                     emit = _GraphEmit(graph, escaped.made.next, escaped.made, made)
-                    sent.setdefault(candidate, []).append(send_out(escaped, emit, output, read or several))
+                    escape = send_out(escaped, emit, output, read or several, told[candidate].ways.get(escaped.node))
+                    sent.setdefault(candidate, []).append(escape)
             made_for[candidate] += made[before:]
         for old, new in swaps:
             old.replace_all_uses_with(new)
@@ -389,7 +431,7 @@ def _rewrite_graph(
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
         _tell(listening, "planned", candidates)
         _tell(listening, "rewritten", graph, dict.fromkeys(candidates, ()))
-        return [(_site(c, (), *told.get(c, ("", ()))), []) for c in candidates]
+        return [(_site(c, (), told.get(c, Told())), []) for c in candidates]
     for old, _ in swaps:
         graph.erase_node(old)
     for candidate in candidates:
@@ -398,20 +440,5 @@ def _rewrite_graph(
     if swaps or sent:
         gm.recompile()
     _tell(listening, "rewritten", graph, made_for)
-    return [(_site(c, passes.get(c, ()), *told[c]), sent.get(c, [])) for c in candidates]
-
-
-def _told(candidate: Candidate, analysis: Analysis, end: Ending | None) -> tuple[str, tuple[Use, ...]]:
-    """How the logits are used, for the report; a failure there is no reason to keep a head."""
-    try:
-        names = {node: projection_name(node, head.weight) for node, head in candidate.projections.items()}
-        return uses_of(names, candidate.flow, analysis.carries, end)
-    except Exception as failure:
-        warnings.warn(errors.not_told(failure), stacklevel=2)
-        return "", ()
-
-
-def _trained(candidate: Candidate) -> tuple[bool, bool]:
-    """Whether the hidden states and the weight require a gradient."""
-    head = candidate.head
-    return bool(example_of(head.input).requires_grad), bool(example_of(head.weight).requires_grad)
+    memory = options.memory
+    return [(_site(c, passes.get(c, ()), told[c], in_checkpoint, memory), sent.get(c, [])) for c in candidates]

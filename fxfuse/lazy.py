@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from .algebra import ClassTensor
 from .eager import dense
 from .operands import Operands
+from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
 
@@ -40,6 +41,7 @@ class Origin:
         lock: held while values are made.
         log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
             selected and scaled by.
+        way: how the output came to be, for the report; None where that is not known.
     """
 
     site: Site
@@ -51,6 +53,12 @@ class Origin:
     signals: list[Callable[[Tensor], Any]] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
     log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
+    way: Way | None = None
+
+    @property
+    def head(self) -> str:
+        """``file.py:line`` of the projection."""
+        return self.way.projection.where if self.way else self.site.where
 
 
 @dataclass(eq=False)
@@ -81,6 +89,7 @@ class State:
         is_view: whether that operator returns a view.
         described: what it is, where rules can tell.
         values: all of it, once they were needed.
+        calls: the functions that it went through since the graph returned it, for the report.
     """
 
     origin: Origin
@@ -89,6 +98,7 @@ class State:
     is_view: bool = False
     described: ClassTensor | None = None
     values: Tensor | None = None
+    calls: tuple[Applied, ...] = ()
     memory: Memory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +169,8 @@ class State:
 
     def _project(self, described: ClassTensor) -> Tensor:
         values = dense(replace(described, head=self.origin.operands.as_they_were()))
-        journal.note("read", self.origin.site, self.origin.weight, caller(), values.nbytes)
+        origin = self.origin
+        journal.note("read", origin.site, origin.weight, origin.head, caller(), values.nbytes)
         return _laid_out(values, self.meta)
 
 

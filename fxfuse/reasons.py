@@ -32,6 +32,11 @@ _KINDS = (
         "fxfuse.defer_logits; or return only the loss from the compiled function",
     ),
     Kind(
+        "checkpointed",
+        "the logits leave a checkpointed part of the compiled function ({detail})",
+        "make them outside of the checkpoint; or compute the loss inside of it too",
+    ),
+    Kind(
         "unknown_reader",
         "{detail} reads the logits, and fxfuse has no rule for it",
         "read them only through cross_entropy, log_softmax and gather, nll_loss, logsumexp, entropy or argmax; take "

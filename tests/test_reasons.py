@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import compiled, new_sites
 from programs import BATCH, VOCAB, World, ce
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fxfuse.reasons import KINDS
 
@@ -88,6 +89,11 @@ REMEDIES: dict[str, Remedy] = {
         "the vocabulary last",
         lambda s: (ce(s.z, s.y), F.linear(s.x, s.w, s.b).mT),
         lambda s: (ce(s.z, s.y), F.linear(s.x, s.w, s.b)),
+    ),
+    "checkpointed": Remedy(
+        "compute the loss inside of it too",
+        lambda s: ce(checkpoint(F.linear, s.x, s.w, use_reentrant=False), s.y),
+        lambda s: checkpoint(lambda x, w: ce(F.linear(x, w), s.y), s.x, s.w, use_reentrant=False),
     ),
     "unknown_reader": Remedy("take anything else", _metric_beside, lambda s: ce(s.z, s.y)),
     "unsupported_argument": Remedy(

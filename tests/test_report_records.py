@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import fxfuse
 from fxfuse.errors import FxfuseWarning
 from fxfuse.reasons import Reason
-from fxfuse.report import GraphRecord, Report, Site, chain, records
-from fxfuse.report.records import Cost, Ending, FusedRead, Journal, Measured, Read, Use, journal
+from fxfuse.report import GraphRecord, Report, Site, records
+from fxfuse.report.records import Cost, Ending, FusedRead, Journal, Measured, Projection, Read, Use, journal
 from fxfuse.report.source import line_at
+from fxfuse.report.words import step, word
 
 OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
 DOCUMENT = Path(__file__).parent.parent / "docs" / "report.md"
@@ -89,6 +92,47 @@ def _in_place(m: Any, x: Any, y: Any) -> Any:
     return ce(z, y, label_smoothing=0.1)
 
 
+@torch.library.custom_op("fxfuse_test_chains::store", mutates_args=("out",))
+def _store(out: torch.Tensor, z: torch.Tensor) -> None:
+    out.copy_(z.amax(-1))
+
+
+def _edit(edit: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    def read(m: Any, x: Any, y: Any) -> Any:
+        z = m.lm_head(x)
+        edit(z)
+        return ce(z, y)
+
+    return read
+
+
+def _edited_after(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    v = z.view(-1, 64)
+    z.mul_(2)
+    return F.cross_entropy(v, y.view(-1))
+
+
+def _read_twice(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    loss = ce(z, y)
+    z.mul_(2)
+    return loss + ce(z, y)
+
+
+def _edit_part(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    z[:, 0] *= 2
+    return ce(z, y)
+
+
+def _edit_apart(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    first, rest = z[:, :3], z[:, 3:]
+    first.mul_(2)
+    return ce(rest, y[:, 3:]) + ce(z, y)
+
+
 def _taught(m: Any, x: Any, y: Any) -> Any:
     teacher = F.softmax(x @ m.embed.weight.t(), -1)
     return F.kl_div(F.log_softmax(m.lm_head(x), -1), teacher, reduction="batchmean")
@@ -106,6 +150,27 @@ CHAINS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "several_results": (_parts, "lm_head → chunk(2, dim=1) → reshape → cross_entropy"),
     "in_place": (_in_place, "lm_head → *= 2 → reshape → cross_entropy(label_smoothing=0.1)"),
+    "in_place_of_a_view": (_edit(lambda z: z.view(-1, 64).mul_(2)), "lm_head → *= 2 → reshape → cross_entropy"),
+    "in_place_after_a_view": (_edited_after, "lm_head → view → *= 2 → cross_entropy"),
+    "in_place_transposed": (_edit(lambda z: z.transpose(0, 1).div_(2)), "lm_head → /= 2 → reshape → cross_entropy"),
+    "in_place_between": (
+        _read_twice,
+        "lm_head → (reshape → cross_entropy) + (*= 2 → reshape → cross_entropy)",
+    ),
+    "assigned": (
+        _edit(lambda z: z.__setitem__((slice(None), 0), -1e9)),
+        "lm_head → [:, 0] = -1e+09 → reshape → cross_entropy",
+    ),
+    "in_place_of_a_part": (_edit(lambda z: z[:, 0].zero_()), "lm_head → [:, 0] zero_ → reshape → cross_entropy"),
+    "operator_of_a_part": (_edit_part, "lm_head → [:, 0] *= 2 → reshape → cross_entropy"),
+    "in_place_of_another_part": (
+        _edit_apart,
+        "lm_head → ([:, 3:] → reshape → cross_entropy) + ([:, :3] *= 2 → reshape → cross_entropy)",
+    ),
+    "called_for_what_it_does": (
+        _edit(lambda z: torch.ops.fxfuse_test_chains.store(z.new_zeros(2, 6), z)),
+        "lm_head → store + (reshape → cross_entropy)",
+    ),
     "parameter": (lambda m, x, y: ce(m.lm_head(x) * m.scale, y), "lm_head → * scale → reshape → cross_entropy"),
     "minus": (lambda m, x, y: ce(1 - m.lm_head(x), y), "lm_head → 1 - → reshape → cross_entropy"),
     "two_heads": (
@@ -131,21 +196,111 @@ def test_a_chain_reads_as_the_program_is_written(name: str) -> None:
     assert site_of(read).chain == expected
 
 
+# Programs that read what they made of logits together with something else that they made of them: two ways lead there.
+JOINED = ("entropies", "entropy_as_a_metric", "metrics_of_all", "result_as_class_weight")
+
+
+def _functions(steps: str) -> tuple[str, ...]:
+    """What a chain or a pattern calls, one word for each step: ``"/"`` of ``"/ 0.7"``, ``"view"``."""
+    return tuple(map(_function, steps.split(" → ")[1:]))
+
+
+def _function(step: str) -> str:
+    if step.startswith(("[", ".")):
+        return "[…]" if step.startswith("[") else "getattr"
+    name = step.partition(" with (")[0].partition("(")[0].strip()
+    symbol = re.search(r"(?<!\S)([-+*/%@]|\*\*|//)=?(?!\S)", name)
+    return symbol[0] if symbol else word(name)
+
+
 def test_every_program_is_told(recwarn: pytest.WarningsRecorder) -> None:
     """Whatever is done to logits has a chain from the projection to each reader, and why it is computed as it is."""
-    since = len(journal)
-    for program in (*FUSED.values(), *(program for _, program in KEPT.values())):
+    told = {}
+    for name, program in (*FUSED.items(), *((name, program) for name, (_, program) in KEPT.items())):
         torch._dynamo.reset()
+        since = len(journal)
         torch.compile(program, backend="fxfuse", options=OPTIONS)(World.make())
+        told[name] = journal.report(since).sites
     assert not [w for w in recwarn if w.category is FxfuseWarning]
-    for site in journal.report(since):
-        assert site.uses
-        for use in site.uses:
-            first, *rest = use.chain.split(" → ")
-            assert first.partition("(")[0] in ("linear", "matmul", "mm", "addmm", "einsum")
-            assert rest
-        assert bool(site.why) == (site.status != "kept")
-        assert site.source
+    for name, sites in told.items():
+        for site in sites:
+            assert site.uses
+            for use in site.uses:
+                first, *rest = use.chain.split(" → ")
+                assert first.partition("(")[0] in ("linear", "matmul", "mm", "addmm", "einsum")
+                assert rest
+            if site.status == "fused":  # then the analysis, which proved it, says what was called
+                uses = {_functions(use.chain) for use in site.uses}
+                proved = {_functions(pattern) for pattern in site.pattern.split(" + ")}
+                if name in JOINED:
+                    uses, proved = {use[-1:] for use in uses}, {use[-1:] for use in proved}
+                    assert uses <= proved
+                else:
+                    assert uses == proved, name
+            assert bool(site.why) == (site.status != "kept")
+            assert site.source
+
+
+def _refined(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    for _ in range(60):
+        z = z + z.tanh()
+    return ce(z, y)
+
+
+def _gathered(m: Any, x: Any, y: Any) -> Any:
+    z, labels = m.lm_head(x), y
+    for _ in range(60):
+        z, labels = torch.cat([z, m.lm_head(x)]), torch.cat([labels, y])
+    return ce(z, labels)
+
+
+def _distilled(m: Any, x: Any, y: Any) -> Any:
+    z, other = m.lm_head(x), F.linear(x, m.embed.weight)
+    for _ in range(60):
+        z, other = torch.minimum(z, other), torch.maximum(z, other)
+    return ce(z, y)
+
+
+def _deep(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    for _ in range(1500):
+        z = z + 1
+    return ce(z, y)
+
+
+def _deep_and_kept(m: Any, x: Any, y: Any) -> Any:
+    z = m.lm_head(x)
+    for _ in range(1500):
+        z = z.sin()
+    return ce(z, y)
+
+
+@pytest.mark.parametrize(
+    ("read", "status", "calls"),
+    [
+        (_gathered, "fused", 61 + 2),
+        (_refined, "kept", 120 + 2),
+        (_distilled, "kept", 120 + 2),
+        (_deep, "fused", 1500 + 2),
+        (_deep_and_kept, "kept", 1500 + 2),
+    ],
+)
+def test_telling_takes_time_and_room_in_proportion(
+    read: Callable[..., Any], status: str, calls: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """However deep a graph is, and however often it uses a value again."""
+    written = []
+    monkeypatch.setattr("fxfuse.report.chain.step", lambda *call: written.append(step(*call)) or written[-1])
+    sites = report_of(read).sites
+    assert not [w for w in recwarn if w.category is FxfuseWarning]
+    assert [site.status for site in sites] == [status] * len(sites)
+    assert 0 < len(written) <= 2 * calls
+    for site in sites:
+        assert site.chain.endswith("→ reshape → cross_entropy")
+        assert all(len(use.chain) < 4000 for use in site.uses)
+        (use,) = site.uses
+        assert ("… →" in use.chain) == (calls > 40)
 
 
 def test_a_failure_of_the_report_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +312,48 @@ def test_a_failure_of_the_report_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(FxfuseWarning, match="could not tell its report how logits are used .KeyError: 'lost'"):
         site = site_of(lambda m, x, y: ce(m.lm_head(x), y))
     assert (site.status, site.uses) == ("fused", ())
+
+
+@pytest.mark.parametrize("words", ["why", "line_at", "module_path", "_bytes", "projection_name"])
+@pytest.mark.parametrize("status", ["fused", "deferred", "kept"])
+def test_words_that_fail_leave_a_plain_record(words: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("lost")
+
+    read = {
+        "fused": lambda m, x, y: ce(m.lm_head(x), y),
+        "deferred": lambda m, x, y: (ce(z := m.lm_head(x), y), z),
+        "kept": lambda m, x, y: m.lm_head(x).topk(5),
+    }[status]
+    known = site_of(read)
+    torch._dynamo.reset()
+    monkeypatch.setattr(f"fxfuse.graph.{words}", fail)
+    if (words, status) != ("why", "kept"):
+        with pytest.warns(FxfuseWarning, match="could not tell its report"):
+            site = site_of(read)
+        for field in ("status", "where", "hidden", "vocab", "dtype", "variant"):
+            assert getattr(site, field) == getattr(known, field)
+        assert (site.reason is None) == (known.reason is None)
+        assert site.rows_hint == known.rows_hint
+        str(Report((GraphRecord(0, (site,)),)))
+
+
+def test_a_log_that_fails_stops_no_program() -> None:
+    class Strict(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no logging, please")
+
+    handler, log = Strict(), logging.getLogger("fxfuse")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with pytest.warns(FxfuseWarning, match="no logging, please"):
+            z = torch.compile(Model(lambda m, x, y: m.lm_head(x)), backend="fxfuse", options=OPTIONS)(ids())
+        with pytest.warns(FxfuseWarning, match="no logging, please"):
+            assert z.std() > 0
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
 
 
 def test_readers_have_their_lines() -> None:
@@ -347,11 +544,97 @@ def test_fused_readers_are_counted_where_they_are() -> None:
         z.std()  # which has no rule
     (site,) = journal.report(since)
     gathered, loss = _reads_of(site)
-    assert (gathered.chain, gathered.count) == ("lm_head → […] → / → gather", 3)
-    assert loss.chain == 'lm_head → transpose → cross_entropy(ignore_index=3, reduction="sum")'
+    assert (gathered.chain, gathered.count) == ("lm_head → [:, :-1] → / 0.7 → gather", 3)
+    assert loss.chain == 'lm_head → transpose(1, 2) → cross_entropy(ignore_index=3, reduction="sum")'
     assert loss.source == 'F.cross_entropy(z.transpose(1, 2), y, reduction="sum", ignore_index=3)'
     (read,) = [read for read in journal.report().reads if read.head == site.where]
     assert (read.count, read.source) == (3, "z.std()  # which has no rule")
+
+
+def test_readers_at_one_line_are_told_apart() -> None:
+    def loss(z: torch.Tensor, y: torch.Tensor, **options: Any) -> None:
+        F.cross_entropy(z, y, **options)
+
+    since = len(journal)
+    f = torch.compile(
+        Model(lambda m, x, y: (m.lm_head(x)[:, :, :60] / 0.5).flatten(0, 1)), backend="fxfuse", options=OPTIONS
+    )
+    for _ in range(2):
+        z, y = f(ids()), torch.randint(30, (12,))
+        loss(z, y)
+        loss(z[1:] * 2, y[1:], ignore_index=7, reduction="sum")
+        loss(z[:, :30], y)
+        z.mul_(3)
+        loss(z, y)
+    (site,) = journal.report(since)
+    before = "lm_head → [:, :, :60] → / 0.5 → flatten"
+    assert [(read.chain, read.count) for read in _reads_of(site)] == [
+        (f"{before} → cross_entropy(ignore_index=-100)", 2),
+        (f'{before} → [1:] → * 2 → cross_entropy(ignore_index=7, reduction="sum")', 2),
+        (f"{before} → [:, :30] → cross_entropy(ignore_index=-100)", 2),
+        (f"{before} → *= 3 → cross_entropy(ignore_index=-100)", 2),
+    ]
+
+
+def test_readers_with_other_numbers_at_every_step_are_few() -> None:
+    since = len(journal)
+    z = torch.compile(Model(lambda m, x, y: m.lm_head(x)), backend="fxfuse", options=OPTIONS)(ids(8)).flatten(0, 1)
+    for rows in range(1, 40):
+        z[:rows].logsumexp(-1)
+    (site,) = journal.report(since)
+    *first, last = _reads_of(site)
+    assert [read.chain for read in first[:2]] == [f"lm_head → flatten → [:{rows}] → logsumexp" for rows in (1, 2)]
+    assert last.chain == "lm_head → … → logsumexp"
+    assert len(first) < 10
+    assert sum(read.count for read in (*first, last)) == 39
+
+
+def test_two_heads_that_are_compared_are_told_apart() -> None:
+    def read(m: Any, x: Any, y: Any) -> Any:
+        z = m.lm_head(x)
+        teacher = x @ m.embed.weight.t()
+        return F.kl_div(z.log_softmax(-1), teacher.softmax(-1), reduction="batchmean"), z, teacher
+
+    since = len(journal)
+    _, z, teacher = torch.compile(Model(read), backend="fxfuse", options=OPTIONS)(ids())
+    (site,) = journal.report(since)
+    own, other = site.projections
+    assert (own.name, line_at(own.where)) == ("lm_head", "z = m.lm_head(x)")
+    assert (other.name, line_at(other.where)) == ("matmul(embed.weight)", "teacher = x @ m.embed.weight.t()")
+    assert own.where == site.where
+    teacher.logsumexp(-1)
+    z.logsumexp(-1)
+    teacher.std()
+    reads = [(read.chain, read.head) for read in journal.report().fused_reads[-2:]]
+    assert reads == [("matmul(embed.weight) → logsumexp", other.where), ("lm_head → logsumexp", own.where)]
+    dense = journal.report().reads[-1]
+    assert (dense.head, dense.source) == (other.where, "teacher.std()")
+    told = str(journal.report(since))
+    assert "read later by a fused op, 1 time: matmul(embed.weight) → logsumexp" in told
+    assert f":{other.where.rpartition(':')[2]})\n" in told  # the logits of which line were computed
+
+
+def test_logits_that_leave_a_checkpoint_are_not_returned() -> None:
+    def read(m: Any, x: Any, y: Any) -> Any:
+        return ce(checkpoint(lambda x: m.lm_head(x) * 2, x, use_reentrant=False), y)
+
+    report = report_of(read)
+    (site,) = report
+    (use,) = site.uses
+    assert (use.chain, use.leaves, use.checkpointed) == ("lm_head → * 2 → end of checkpoint", True, True)
+    assert "returned by" not in str(report)
+
+
+def test_a_loss_of_inputs_is_of_its_input() -> None:
+    def loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        v = z.view(-1, 64)
+        v.mul_(2)
+        return F.cross_entropy(target=y, input=z.flatten(0, 1))
+
+    since = len(journal)
+    torch.compile(loss, backend="fxfuse", options=OPTIONS)(torch.randn(2, 6, 64), torch.randint(64, (12,)))
+    (graph,) = journal.report(since).graphs
+    assert [(use.chain, use.vocab) for use in graph.losses] == [("z → *= 2 → flatten → cross_entropy", 64)]
 
 
 def test_a_failure_of_the_report_stops_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,30 +648,33 @@ def test_a_failure_of_the_report_stops_no_program(monkeypatch: pytest.MonkeyPatc
     assert journal.report().fused_reads[-1].chain == "lm_head → logsumexp"
 
 
-def test_the_chain_of_a_read_is_asked_for_once() -> None:
-    own, asked = Journal(), []
-    (site,) = own.add([Site("deferred", "linear", "a.py:1", "", 1, 1, 1, "float32")]).sites
+def test_a_chain_of_a_read_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    monkeypatch.setattr("fxfuse.report.chain.step", lambda *call: written.append(step(*call)) or written[-1])
+    z = torch.compile(Model(lambda m, x, y: m.lm_head(x)), backend="fxfuse", options=OPTIONS)(ids())
+    written.clear()
     for _ in range(5):
-        own.note_fused(site, None, "b.py:2", "gather", lambda: asked.append(1) or "lm_head → gather")
-    assert own.report().fused_reads == (FusedRead("lm_head → gather", "b.py:2", "", "a.py:1", 5),)
-    assert len(asked) == 1
+        z.logsumexp(-1)
+    assert written == ["logsumexp"]
+    assert journal.report().fused_reads[-1].count == 5
 
 
-def test_nothing_is_asked_under_the_lock_of_the_journal() -> None:
+def test_nothing_is_asked_under_the_lock_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     own, heard = Journal(), []
+    monkeypatch.setattr("fxfuse.report.chain.chain_of", lambda *_, **__: f"locked: {own._lock.locked()}")
 
     class Listener:
         def graph(self, record: GraphRecord) -> None:
             heard.append((record.id, own._lock.locked()))
 
-        def read(self, kind: str, site: Site, where: str, size: int, again: bool) -> None:
+        def read(self, kind: str, head: str, where: str, size: int, again: bool) -> None:
             heard.append((kind, again, own._lock.locked()))
 
     own.listeners.append(Listener())
     (site,) = own.add([Site("deferred", "linear", "a.py:1", "", 1, 1, 1, "float32")]).sites
-    own.note_fused(site, None, "b.py:2", "gather", lambda: f"locked: {own._lock.locked()}")
-    own.note("read", site, None, "b.py:3", 8)
-    own.note("read", site, None, "b.py:3", 8)
+    own.note_fused(site, None, "a.py:1", "b.py:2", "linear", [SimpleNamespace(name="gather", key="gather")])
+    own.note("read", site, None, "a.py:1", "b.py:3", 8)
+    own.note("read", site, None, "a.py:1", "b.py:3", 8)
     assert own.report().fused_reads[0].chain == "locked: False"
     assert heard == [(0, False), ("read", False, False), ("read", True, False)]
     assert own.report().reads == (Read("read", "b.py:3", "a.py:1", 2, 16),)
@@ -417,7 +703,7 @@ def _documented() -> dict[str, set[str]]:
     return {section.split()[0]: set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) for section in sections}
 
 
-RECORDS = (Report, GraphRecord, Site, Use, Measured, Cost, Reason, Ending, Read, FusedRead)
+RECORDS = (Report, GraphRecord, Site, Projection, Use, Measured, Cost, Reason, Ending, Read, FusedRead)
 
 
 def test_the_document_names_every_field() -> None:
@@ -445,7 +731,7 @@ def test_the_example_of_the_document_has_every_field() -> None:
 INSIDE = {
     "Report": {"graphs": "GraphRecord", "fused_reads": "FusedRead"},
     "GraphRecord": {"sites": "Site", "ending": "Ending"},
-    "Site": {"uses": "Use"},
+    "Site": {"uses": "Use", "projections": "Projection"},
 }
 
 
@@ -474,4 +760,4 @@ def test_steps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], text: s
     text = text.format(*(f'{name}="{value}"' for name, value in kwargs.items()))
     z = torch.ones(1)
     given = tuple(z if arg == "z" and isinstance(arg, str) else arg for arg in args)
-    assert chain.step(name, name, given, kwargs, lambda _: None, lambda arg: arg is z) == text
+    assert step(name, name, given, kwargs, lambda _: None, lambda arg: arg is z) == text

@@ -12,7 +12,7 @@ import pytest
 
 from fxfuse.reasons import because
 from fxfuse.report import GraphRecord, Report, Site
-from fxfuse.report.records import Ending, FusedRead, Use
+from fxfuse.report.records import Ending, FusedRead, Projection, Use
 from fxfuse.report.text import WIDTH, for_stream, human_bytes, table, width_of
 
 LOSS = Use(
@@ -62,7 +62,7 @@ KEPT = Site(
 DEFERRED = Site(
     "deferred", "linear", "eval.py:3", "", "s77*s27", 896, 151936, "float32", "recompute in backward", 10**9,
     chain="linear(w) → graph break", uses=(Use("linear(w) → graph break", "eval.py:4", "print(1)", leaves=True),),
-    source="logits = x @ w.t()", rows_hint=12, logits_bytes=10**9,
+    source="logits = x @ w.t()", rows_hint=12, logits_bytes=10**9, projections=(Projection("linear(w)", "eval.py:3"),),
 )  # fmt: skip
 BROKE = Ending(True, "Failed to trace `print`", "Dynamo does not know it", ("Avoid it.",), "eval.py:4", "print(1)")
 

@@ -39,11 +39,11 @@ def graph(record: GraphRecord) -> None:
     compat.trace_artifact("fxfuse", lambda: json.dumps(Report((record,)).to_dict()))
 
 
-def read(kind: Kind, site: Site, where: str, size: int, again: bool) -> None:
-    """Make known that deferred logits of ``site`` cost ``size`` bytes, ``again`` at the same place or not."""
+def read(kind: Kind, head: str, where: str, size: int, again: bool) -> None:
+    """Make known that logits of the projection at ``head`` cost ``size`` bytes, ``again`` at the same place or not."""
     compat.counters()["fxfuse"][_COUNTED[kind]] += 1
     level = logging.DEBUG if again else logging.INFO  # a loop reads the same logits in every step
-    log.log(level, "%s at %s, %d bytes: head at %s", _SAID[kind], where, size, site.where)
+    log.log(level, "%s at %s, %d bytes: head at %s", _SAID[kind], where, size, head)
 
 
 def _sentence(site: Site) -> str:

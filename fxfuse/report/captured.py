@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from typing import Any
 
 import torch
 
-from .. import compat, errors
+from .. import compat
 from .chain import losses_of_inputs
 from .records import Ending, GraphRecord
 from .source import innermost, line_at
+from .telling import telling
 
 _PART = re.compile(r"^ +(Explanation|Hint|Developer debug context): ", re.MULTILINE)
 _RESUMED = re.compile(rf"{compat.RESUMED}(.+)_at_\d+")
@@ -20,11 +20,10 @@ _RESUMED = re.compile(rf"{compat.RESUMED}(.+)_at_\d+")
 
 def captured(gm: Any) -> GraphRecord:
     """The record of the graph that is being compiled, before anything is changed in it; without number and sites."""
-    try:
-        return _captured(gm)
-    except Exception as failure:
-        warnings.warn(errors.not_told(failure), stacklevel=2)
-        return GraphRecord(0)
+    record = GraphRecord(0)
+    with telling():
+        record = _captured(gm)
+    return record
 
 
 def _captured(gm: Any) -> GraphRecord:

@@ -2,214 +2,92 @@
 
 from __future__ import annotations
 
-import inspect
-import types
-import warnings
+import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_iter
 
-from .. import errors
-from ..mutation import tensors
-from ..rules import IN_PLACE, TABLE
-from .records import Ending, Site, Use
+from .. import compat
+from ..algebra import map_leaves
+from ..mutation import storages, tensors, writes
+from ..rules import IN_PLACE, TABLE, Rule
+from .records import Ending, Projection, Use
 from .source import function_name, line_at, location, name_of
+from .telling import telling
+from .words import Unnamed, is_operator, is_tensor, step, word
 
 ARROW = " → "
-_LONGEST = 28  # characters of an argument that are still shown
-_ROOM = 60  # and of all arguments together
-
-_SYMBOLS = {
-    **{"mul": "*", "multiply": "*", "truediv": "/", "div": "/", "divide": "/", "true_divide": "/", "floordiv": "//"},
-    **{"add": "+", "sub": "-", "subtract": "-", "matmul": "@", "pow": "**", "mod": "%"},
-    **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
-}
-_COMMUTATIVE = ("*", "+", "*=", "+=")
-# The names under which graphs have them, each with its symbol; and those of methods with swapped operands.
-_OPERATORS = {name: symbol for base, symbol in _SYMBOLS.items() for name in (base, f"__{base}__", f"__r{base}__")}
-_OPERATORS |= {
-    name: f"{symbol}=" for base, symbol in _SYMBOLS.items() for name in (f"i{base}", f"{base}_", f"__i{base}__")
-}
-_SWAPPED = {f"__r{base}__" for base in _SYMBOLS}
-# Functions whose arguments tell nothing beyond the shapes.
-_PLAIN = ("view", "reshape", "flatten", "expand", "contiguous", "clone", "view_as", "reshape_as", "type_as")
-# Arguments that matter although they have the default value, where the program says them.
-_TELLING = ("ignore_index",)
-
-# From an argument to its text, or None where it is a tensor without a name; and whether it is the logits.
-TextOf = Callable[[Any], str | None]
-IsLogits = Callable[[Any], bool]
-
-
-# --- one step -------------------------------------------------------------------------------------------------
-
-
-def step(
-    function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], text_of: TextOf, is_logits: IsLogits
-) -> str:
-    """A call as people write it: ``"/ 0.7"``, ``"[..., :-1, :]"``, ``"cross_entropy(ignore_index=-100)"``."""
-    if name in _OPERATORS and len(args) == 2 and not kwargs:
-        return _operation(name, args[0], args[1], text_of, is_logits)
-    if name in ("getitem", "__getitem__") and len(args) == 2:
-        return _index(args[1], text_of)
-    if name in ("setitem", "__setitem__") and len(args) == 3:
-        return f"{_index(args[1], text_of)} = {_text(args[2], text_of)}"
-    if name == "getattr" and len(args) == 2:
-        return f".{args[1]}"
-    shown = "" if name in _PLAIN else ", ".join(_arguments(function, args, kwargs, text_of))
-    return f"{_bare(name)}({shown})" if shown else _bare(name)
-
-
-def _operation(name: str, first: Any, second: Any, text_of: TextOf, is_logits: IsLogits) -> str:
-    symbol = _OPERATORS[name]
-    if name in _SWAPPED:
-        first, second = second, first
-    if is_logits(first) or not is_logits(second):
-        return f"{symbol} {_text(second, text_of)}"
-    other = _text(first, text_of)
-    return f"{symbol} {other}" if symbol in _COMMUTATIVE else f"{other} {symbol}"
-
-
-def word(name: str) -> str:
-    """The name of a function without its arguments: ``"/"`` of ``"__truediv__"``."""
-    return "[…]" if name in ("getitem", "__getitem__") else _OPERATORS.get(name, _bare(name))
-
-
-def _bare(name: str) -> str:
-    return name.strip("_") if name.startswith("__") else name
-
-
-def _arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], text_of: TextOf) -> Iterator[str]:
-    """The arguments that say more than the name of the function does, as far as there is room."""
-    room = _ROOM
-    for text in _all_arguments(function, args, kwargs, text_of):
-        room -= len(text) + 2
-        yield text if room >= 0 else "…"
-        if room < 0:
-            return
-
-
-def _all_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], text_of: TextOf) -> Iterator[str]:
-    signature = _signature(function)
-    try:
-        given = None if signature is None else signature.bind(*args, **kwargs).arguments
-    except TypeError:
-        given = None
-    if signature is None or given is None:
-        yield from (text for text in (_literal(arg, text_of) for arg in args) if text)
-        yield from (f"{name}={_text(arg, text_of)}" for name, arg in kwargs.items() if not _is_last(name, arg))
-        return
-    for name, value in given.items():
-        parameter = signature.parameters[name]
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            yield from (text for text in (_literal(arg, text_of) for arg in value) if text)
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            yield from (f"{key}={_text(arg, text_of)}" for key, arg in value.items())
-        elif name.startswith("_") or _is_last(name, value):
-            continue
-        elif parameter.default is parameter.empty:
-            text = _literal(value, text_of)
-            if text:
-                yield text
-        elif name in _TELLING or not (value is parameter.default or _equal(value, parameter.default)):
-            yield f"{name}={_text(value, text_of)}"
-
-
-def _is_last(name: str, value: Any) -> bool:
-    """Whether an argument only says that a function works along the vocabulary, where it is last."""
-    (value,) = value if isinstance(value, (tuple, list)) and len(value) == 1 else (value,)
-    return name in ("dim", "axis") and type(value) is int and value == -1
-
-
-def _equal(value: Any, default: Any) -> bool:
-    return type(value) in (int, float, str, bool) and bool(value == default)
-
-
-def _signature(function: Any) -> inspect.Signature | None:
-    """How the arguments of a function are called, if that is known."""
-    try:
-        row = TABLE.get(function) or IN_PLACE.get(function)
-    except TypeError:  # it cannot be a key
-        row = None
-    if isinstance(function, types.FunctionType):
-        return inspect.signature(function)
-    return None if row is None else row.signature
-
-
-def _literal(value: Any, text_of: TextOf) -> str:
-    """The text of a required argument; empty for a tensor, which the function's name stands for."""
-    if isinstance(value, (tuple, list)) and any(isinstance(item, (Tensor, Node)) for item in value):
-        return ""
-    return "" if isinstance(value, Tensor) or (isinstance(value, Node) and _is_tensor(value)) else _text(value, text_of)
-
-
-def _is_tensor(node: Node) -> bool:
-    return any(True for _ in tensors(node.meta.get("example_value")))
-
-
-def _text(value: Any, text_of: TextOf) -> str:
-    text = _full_text(value, text_of)
-    return text if len(text) <= _LONGEST else "…"
-
-
-def _full_text(value: Any, text_of: TextOf) -> str:
-    if isinstance(value, (Node, Tensor)):
-        return text_of(value) or "…"
-    if isinstance(value, slice):
-        parts = ["" if part is None else _text(part, text_of) for part in (value.start, value.stop, value.step)]
-        return ":".join(parts[: 2 if value.step is None else 3])
-    if isinstance(value, (tuple, list)):
-        inside = ", ".join(_text(item, text_of) for item in value)
-        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
-    if value is Ellipsis:
-        return "..."
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    known = value is None or isinstance(value, (bool, int, torch.SymInt, torch.SymFloat, torch.device))
-    return str(value) if known else "…"
-
-
-def _index(index: Any, text_of: TextOf) -> str:
-    entries = index if isinstance(index, tuple) else (index,)
-    inside = ", ".join(_text(entry, text_of) for entry in entries)
-    return f"[{inside}]" if len(inside) <= _LONGEST else "[…]"
+_WHOLE = 20  # functions at either end of a chain that are still told one by one
+_ROOM = 60  # characters of a chain that is told inside of another
 
 
 # --- steps of a graph -------------------------------------------------------------------------------------------
 
 
+class Way(NamedTuple):
+    """Where logits come from, and the chain from there to what they are."""
+
+    projection: Projection
+    chain: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """How a graph uses the logits of a head.
+
+    Attributes:
+        chain: in one line.
+        uses: one by one.
+        projections: that make the logits, in the order of the graph.
+        ways: to the nodes for which they were asked for.
+    """
+
+    chain: str = ""
+    uses: tuple[Use, ...] = ()
+    projections: tuple[Projection, ...] = ()
+    ways: Mapping[Node, Way] = field(default_factory=dict)
+
+
 def uses_of(
-    projections: Mapping[Node, str], flow: Sequence[Node], carries: Callable[[Node], bool], ending: Ending | None
-) -> tuple[str, tuple[Use, ...]]:
-    """How a graph uses the logits of a head: in one line, and one by one.
+    projections: Mapping[Node, Projection],
+    flow: Iterable[Node],
+    carries: Callable[[Node], bool],
+    ending: Ending | None,
+    in_checkpoint: bool = False,
+    returned: Iterable[Node] = (),
+) -> Told:
+    """How a graph uses the logits of a head.
 
     Args:
-        projections: the nodes that make the logits, each with its name.
+        projections: the nodes that make the logits, each with its name and place.
         flow: every other node that takes logits, or what has an entry for each class of them.
         carries: whether such a node returns that again.
         ending: of the graph, if known.
+        in_checkpoint: whether it is a checkpointed part of the graph that is compiled.
+        returned: nodes to which the way is asked for.
     """
-    flow = sorted(dict.fromkeys(flow))  # in the order of the graph
-    walk = _Walk(projections, flow, carries)
+    walk = _Walk({node: made.name for node, made in projections.items()}, flow, carries)
     found = Counter((walk.steps(node), location(node) or "", False) for node in walk.ends())
-    for node in (*projections, *flow):
-        if carries(node) and any(user.op == "output" for user in node.users):
-            end = "graph break" if ending is not None and ending.is_break else "return"
+    broken = ending is not None and ending.is_break
+    end = "end of checkpoint" if in_checkpoint else "graph break" if broken else "return"
+    for node in walk:
+        if (node in projections or carries(node)) and any(user.op == "output" for user in node.users):
             found[(*walk.steps(node), end), ending.where if ending is not None else "", True] += 1
     vocab = _last_size(next(iter(projections)))
     uses = tuple(
-        Use(ARROW.join(steps), where, line_at(where), count, leaves, vocab)
+        Use(ARROW.join(steps), where, line_at(where), count, leaves, vocab, leaves and in_checkpoint)
         for (steps, where, leaves), count in found.items()
     )
-    return _joined([steps for steps, _, _ in found]), uses
+    chain = _joined([steps for steps, _, _ in found])
+    ways = {node: Way(projections[walk.origin(node)], ARROW.join(walk.steps(node))) for node in returned}
+    return Told(chain, uses, tuple(projections[node] for node in sorted(projections)), ways)
 
 
 def _last_size(node: Node) -> int | str:
@@ -217,79 +95,234 @@ def _last_size(node: Node) -> int | str:
     return size if isinstance(size, int) else str(size)
 
 
-class _Walk:
-    """Walks back from nodes to the projection that they come from."""
+@dataclass(eq=False)
+class _Place:
+    """A place on the way of logits: what was done to them last, and the place before; a projection has none.
 
-    def __init__(self, projections: Mapping[Node, str], flow: Sequence[Node], carries: Callable[[Node], bool]) -> None:
-        self.projections, self.flow, self.carries = projections, dict.fromkeys(flow), carries
-        self.writes: dict[Node, list[Node]] = {}  # by what they write to
-        for node in flow:
-            if node.target in IN_PLACE and isinstance(node.args[0], Node):
-                self.writes.setdefault(node.args[0], []).append(node)
+    Attributes:
+        text: how the last step is written; ``bare``: without the chains of other projections' logits; ``word``: without
+            its arguments.
+        first: the texts of the first steps, as many as are told one by one.
+        depth: how many steps there are.
+    """
+
+    text: str
+    bare: str
+    word: str
+    before: _Place | None
+    projection: Node
+    first: tuple[str, ...]
+    depth: int
+
+    @classmethod
+    def at(cls, projection: Node, name: str) -> _Place:
+        return cls(name, name, name, None, projection, (name,), 1)
+
+    def then(self, text: str, bare: str, word: str) -> _Place:
+        first = (*self.first, text) if self.depth < _WHOLE else self.first
+        return _Place(text, bare, word, self, self.projection, first, self.depth + 1)
+
+    def back(self) -> Iterator[_Place]:
+        place: _Place | None = self
+        while place is not None:
+            yield place
+            place = place.before
+
+    def steps(self) -> tuple[str, ...]:
+        """The way here, the middle of a long one left out."""
+        left = self.depth - len(self.first)
+        last = [place.text for place, _ in zip(self.back(), range(min(left, _WHOLE)), strict=False)]
+        return (*self.first, *["…"] * (left > _WHOLE), *reversed(last))
+
+    def inside(self) -> str:
+        """The way here as it is told inside of another, whose length must not grow with it."""
+        if self.depth <= _WHOLE:
+            text = ARROW.join(reversed([place.bare for place in self.back()]))
+            if len(text) <= _ROOM:
+                return text
+        return ARROW.join((self.first[0], *["…"] * (self.depth > 2), *[self.word] * (self.depth > 1)))
+
+
+@dataclass(eq=False)
+class _Tensor:
+    """What nodes return that are one tensor: the place that it has come to.
+
+    Attributes:
+        fills: whether it has all of its memory.
+        base, how: of a view, what it was made of, and how that is written.
+        views: that were made of it.
+    """
+
+    place: _Place
+    fills: bool
+    base: _Tensor | None = None
+    how: str = ""
+    views: list[_Tensor] = field(default_factory=list)
+
+
+class _Walk:
+    """Goes once, in the order of the graph, through the nodes that take logits, and notes where each of them is.
+
+    What is written in place is a step of all that it changes: of every view, if it is written to the whole memory.
+    """
+
+    def __init__(self, projections: Mapping[Node, str], flow: Iterable[Node], carries: Callable[[Node], bool]) -> None:
+        self.projections, self.carries = projections, carries
+        self.flow = dict.fromkeys(sorted(set(flow).difference(projections)))
+        self._tensors: dict[Node, _Tensor] = {}
+        self._of_memory: dict[int, dict[_Tensor, None]] = {}
+        self._writers: set[Node] = set()
+        for node in sorted((*projections, *self.flow)):
+            if node in projections:
+                self._note(node, _Tensor(_Place.at(node, projections[node]), _fills_memory(node)))
+            else:
+                self._visit(node)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._tensors)
+
+    def steps(self, node: Node) -> tuple[str, ...]:
+        return self._tensors[node].place.steps()
+
+    def origin(self, node: Node) -> Node:
+        """The projection that a node comes from."""
+        return self._tensors[node].place.projection
 
     def ends(self) -> list[Node]:
         """What reads the logits for the last time: nothing that takes what it returns reads more of them."""
         ends: dict[Node, None] = {}
         for node in self.flow:
-            if self.carries(node) or not node.users or not _is_tensor(node):
+            if node not in self._tensors or node in self._writers:
                 continue
-            if not any(user in self.flow for user in node.users):
-                ends[self._whole(node)] = None
+            if not node.users or not is_tensor(node):
+                is_end = bool(writes(node).arguments)  # it is there for what it does
+            else:
+                is_end = not self.carries(node) and not any(user in self.flow for user in node.users)
+            if is_end:
+                ends[_call(node)] = None
         return list(ends)
 
-    def _whole(self, node: Node) -> Node:
-        """The call of which a node is one of the results."""
-        source = node.all_input_nodes[0]
-        return source if isinstance(source.meta.get("example_value"), (tuple, list)) else node
+    def _note(self, node: Node, tensor: _Tensor) -> None:
+        self._tensors[node] = tensor
+        for memory in storages(node):
+            self._of_memory.setdefault(memory, {})[tensor] = None
 
-    def steps(self, node: Node) -> tuple[str, ...]:
-        steps: list[str] = []
-        while node not in self.projections:
-            source = self._source(node)
-            if source is None:
-                break
-            if self._whole(node) is node:
-                steps.append(self._step(node))
-            steps += (self._step(write) for write in reversed(self.writes.get(source, ())) if write < node)
-            node = source
-        return (*([self.projections[node]] if node in self.projections else []), *reversed(steps))
+    def _visit(self, node: Node) -> None:
+        target = self._written(node)
+        source = target or self._source(node)
+        if source is None:
+            return
+        origin = self._tensors[source]
+        if target is not None:
+            self._writers.add(node)
+            if not self._is_written_back(node, target):
+                self._write(target, node)
+            self._note(node, origin)
+            return
+        if _call(node) is node:
+            place, how = self._after(origin.place, node, source), self._text(node, source)
+        else:
+            place, how = origin.place, f"[{node.args[1]}]"
+        if storages(node) & storages(source):
+            made = _Tensor(place, _fills_memory(node), origin, how)
+            origin.views.append(made)
+        else:
+            made = _Tensor(place, _fills_memory(node))
+        self._note(node, made)
 
     def _source(self, node: Node) -> Node | None:
-        sources = [n for n in node.all_input_nodes if n in self.flow or n in self.projections]
+        """What of the logits a node takes first."""
+        sources = [n for n in node.all_input_nodes if n in self._tensors]
         return next((n for n in sources if self.carries(n) or n in self.projections), next(iter(sources), None))
 
-    def _step(self, node: Node) -> str:
-        source = self._source(node)
+    def _written(self, node: Node) -> Node | None:
+        """What of the logits a node writes to, if it does for certain."""
+        written = writes(node)
+        for argument in written.arguments if written.certain else ():
+            # It returns what it has written to; others of its arguments may have been read.
+            is_it = node.target is operator.setitem or storages(node) & storages(argument)
+            if argument in self._tensors and is_it:
+                return argument
+        return None
 
-        def text_of(argument: Any) -> str | None:
-            if argument in self.projections:
-                return self.projections[argument]
-            if argument in self.flow:
-                return None if function_name(argument) in _OPERATORS else word(function_name(argument))
-            return text_of_node(argument)
+    def _is_written_back(self, node: Node, target: Node) -> bool:
+        """Whether a node assigns what was written in place already: ``z[0] *= 2`` is ``z[0] = z[0].mul_(2)``."""
+        value = node.args[2] if node.target is operator.setitem else None
+        if not isinstance(value, Node) or value not in self._writers:
+            return False
+        there = step(operator.getitem, "getitem", node.args[:2], {}, self._named, lambda arg: arg is target)
+        edited = self._tensors[value]
+        return edited.base is self._tensors[target] and edited.how == there
 
-        text = step(
-            node.target, function_name(node), node.args, node.kwargs, text_of, lambda argument: argument is source
-        )
-        others = [
-            self.steps(n) for n in node.all_input_nodes if n is not source and (n in self.flow or n in self.projections)
-        ]
-        named = [ARROW.join(steps) for steps in others if source and steps and steps[0] != self.steps(source)[0]]
-        return f"{text} with ({named[0]})" if named else text
+    def _write(self, target: Node, node: Node) -> None:
+        """Go on by a step that is written to ``target``, with all that is certain to change."""
+        changed: dict[_Tensor, str]  # and what is selected of it, where that is a part
+        known = [tensor for memory in storages(target) for tensor in self._of_memory[memory]]
+        tensor: _Tensor | None = self._tensors[target]
+        assert tensor is not None
+        assigned = node.target is operator.setitem  # to some of it, which may be nothing of a view
+        if tensor.fills and not assigned:
+            changed = dict.fromkeys(known, "")
+        else:
+            changed = {} if assigned else dict.fromkeys(_views_of(tensor), "")
+            selected: list[str] = []
+            while tensor is not None:
+                changed[tensor] = " ".join(reversed(selected)) if len(selected) < 3 else "…"
+                selected.append(tensor.how)
+                tensor = tensor.base
+            part = next((part for tensor, part in changed.items() if tensor.fills), "…")
+            changed = dict.fromkeys((tensor for tensor in known if tensor.fills), part) | changed
+        moved: dict[tuple[_Place, str], _Place] = {}  # what was at one place still is
+        for tensor, part in changed.items():
+            place = tensor.place
+            if (place, part) not in moved:
+                moved[place, part] = self._after(place, node, target, part)
+            tensor.place = moved[place, part]
+
+    def _after(self, place: _Place, node: Node, source: Node, part: str = "") -> _Place:
+        """The place after ``node``, which takes ``source``; or writes to ``part`` of what is there."""
+        bare = f"{part} {self._text(node, source)}".strip()
+        others = (self._tensors[n].place for n in node.all_input_nodes if n is not source and n in self._tensors)
+        other = next((other for other in others if other.first[0] != place.first[0]), None)
+        text = bare if other is None else f"{bare} with ({other.inside()})"
+        return place.then(text, bare, word(function_name(node)))
+
+    def _text(self, node: Node, source: Node) -> str:
+        return step(node.target, function_name(node), node.args, node.kwargs, self._named, lambda arg: arg is source)
+
+    def _named(self, argument: Any) -> str | None:
+        if argument in self.projections:
+            return self.projections[argument]
+        if argument in self._tensors:
+            name = function_name(argument)
+            return None if is_operator(name) else word(name)
+        return text_of_node(argument)
 
 
-def chain_of(
-    site: Site, trail: Sequence[str], function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
-    """The chain to a call that reads deferred logits of ``site``, which went through the functions ``trail``."""
-    projection = site.chain.partition(ARROW)[0]
-    logits = next((argument for argument in args if isinstance(argument, Tensor)), None)
-    try:
-        last = step(function, name, args, kwargs, lambda _: None, lambda argument: argument is logits)
-    except Exception as failure:  # which is no reason to stop a training
-        warnings.warn(errors.not_told(failure), stacklevel=2)
-        last = word(name)
-    return ARROW.join((projection, *map(word, trail[1:]), last))
+def _views_of(tensor: _Tensor) -> Iterator[_Tensor]:
+    """Views of a tensor, and views of these."""
+    waiting = [*tensor.views]
+    while waiting:
+        yield (view := waiting.pop())
+        waiting += view.views
+
+
+def _call(node: Node) -> Node:
+    """The call of which a node is one of the results, or the node."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, Node) and isinstance(source.meta.get("example_value"), (tuple, list)):
+        return source
+    return node
+
+
+def _fills_memory(node: Node) -> bool:
+    """Whether what a node returns has all of its memory; several results may together."""
+    taken, memory = 0, {}
+    for tensor in tensors(node.meta.get("example_value")):
+        taken += math.prod(map(compat.hint, tensor.shape)) * tensor.element_size()
+        if (key := compat.storage(tensor)) is not None:
+            memory[key] = compat.hint(tensor.untyped_storage().nbytes())
+    return taken >= sum(memory.values())
 
 
 def text_of_node(node: Any) -> str | None:
@@ -316,31 +349,94 @@ def _joined(chains: Sequence[Sequence[str]]) -> str:
 
 def losses_of_inputs(graph: Graph) -> tuple[Use, ...]:
     """The losses in a graph of what it is given, which another graph may have made."""
-    found: dict[Node, tuple[list[Node], Node]] = {}
+    losses = {node for node in graph.nodes if (row := _row(node)) is not None and row.reads == "loss"}
+    if not losses:
+        return ()
+    given: dict[Node, Node] = {}  # what it is that a node is made of
+    ended: dict[Node, Node] = {}  # the last loss on the way there, which is no end if it is read by another
+    found: dict[Node, None] = {}
     for node in graph.nodes:
-        row = _row(node)
-        if row is None or row.reads != "loss":
-            continue
-        path = [node]
-        while path[-1].op != "placeholder" and _row(path[-1]) is not None and path[-1].all_input_nodes:
-            path.append(path[-1].all_input_nodes[0])
-        given = path.pop()
-        if given.op == "placeholder" and _is_tensor(given):
-            for earlier in path[1:]:
-                found.pop(earlier, None)
-            found[node] = path, given
+        source = node if node.op == "placeholder" and is_tensor(node) else _read_by(node)
+        if source is node or source in given:
+            given[node] = given.get(source, node)
+        if source in ended:
+            ended[node] = ended[source]
+        if node in losses and node in given:
+            found.pop(ended.get(node, node), None)
+            ended[node] = node
+            found[node] = None
+    walks = {}
+    for start in dict.fromkeys(given[node] for node in found):
+        flow = [node for node, other in given.items() if other is start]
+        walks[start] = _Walk({start: name_of(start) or "logits"}, flow, lambda _: True)
     uses = []
-    for node, (path, given) in found.items():
-        walk = _Walk({given: name_of(given) or "logits"}, path, lambda _: True)
-        where = location(node) or ""
-        uses.append(Use(ARROW.join(walk.steps(node)), where, line_at(where), vocab=_last_size(given)))
+    for node in found:
+        start, where = given[node], location(node) or ""
+        chain = ARROW.join(walks[start].steps(node))
+        uses.append(Use(chain, where, line_at(where), vocab=_last_size(start)))
     return tuple(uses)
 
 
-def _row(node: Node) -> Any:
+def _read_by(node: Node) -> Node | None:
+    """What a function of the table reads: the first of the arguments that may be logits."""
+    row = _row(node) or _row(node, IN_PLACE)
+    if row is None:
+        return None
+    try:
+        given = row.signature.bind(*node.args, **node.kwargs).arguments
+    except TypeError:
+        return None
+    tracked = (part for name in row.tracked for part in tree_iter(given.get(name)))
+    return next((part for part in tracked if isinstance(part, Node)), None)
+
+
+def _row(node: Node, table: Mapping[Any, Rule] = TABLE) -> Rule | None:
     if node.op not in ("call_function", "call_method"):
         return None
     try:
-        return TABLE.get(node.target)
+        return table.get(node.target)
     except TypeError:
         return None
+
+
+# --- calls at run time ------------------------------------------------------------------------------------------
+
+
+# In the places of the logits and of every other tensor among the arguments of a call.
+_LOGITS, _TENSOR = Unnamed("logits"), Unnamed("tensor")
+
+
+class Applied(NamedTuple):
+    """A function that was called with logits, without the tensors; ``key`` is equal for calls that are told alike."""
+
+    function: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: str
+
+    @classmethod
+    def of(cls, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], logits: Tensor) -> Applied:
+        def told(leaf: Any) -> Any:
+            return leaf if not isinstance(leaf, Tensor) else _LOGITS if leaf is logits else _TENSOR
+
+        args, kwargs = map_leaves(told, args), {key: map_leaves(told, value) for key, value in kwargs.items()}
+        return cls(function, name, args, kwargs, f"{name}{args!r}{kwargs!r}")
+
+    def text(self) -> str:
+        return step(self.function, self.name, self.args, self.kwargs, lambda _: None, lambda arg: arg is _LOGITS)
+
+
+def chain_of(before: str, calls: Sequence[Applied], in_full: bool = True) -> str:
+    """The chain to a call that reads deferred logits, the last of ``calls``; ``before`` is what the graph had done.
+
+    Unless ``in_full``, it does not tell what was done in between.
+    """
+    if not in_full:
+        return ARROW.join((before, "…", word(calls[-1].name)))
+    steps = [word(call.name) for call in calls]
+    with telling():  # for a failure is no reason to stop a training
+        steps = [call.text() for call in calls]
+    if len(steps) > 2 * _WHOLE:
+        steps[_WHOLE:-_WHOLE] = ["…"]
+    return ARROW.join((before, *steps))

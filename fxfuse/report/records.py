@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ..reasons import Reason
 from .source import line_at
+from .telling import telling
 from .weights import number_of
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from ..analysis import Candidate
+    from .chain import Applied
 
 Status = Literal["fused", "deferred", "kept"]
 Kind = Literal["read", "copied", "at_once"]
 _MOST_WEIGHTS = 64  # of a site that are told apart: a program may make a new one in every step
+_WAYS = 8  # to one reader of deferred logits that are told apart
 SCHEMA = 2  # of the JSON form; see docs/report.md
 
 
@@ -30,12 +33,13 @@ class Use:
     Attributes:
         chain: from the projection to what reads them, each function as people write it, with the arguments that
             matter: ``"lm_head → float → view → cross_entropy(ignore_index=-100)"``. Logits that leave the graph end in
-            ``"return"`` or ``"graph break"``.
+            ``"return"`` or ``"graph break"``, those that leave a checkpointed part of it in ``"end of checkpoint"``.
         where: ``file.py:line`` of the last step; empty if not known.
         source: the text of that line when the graph was captured; empty if it could not be read.
         count: how often the graph has it, as it may in a loop.
-        leaves: whether the logits leave the graph here.
+        leaves: whether the logits leave the graph here, or a part of it.
         vocab: vocabulary size V.
+        checkpointed: whether it is a checkpointed part that they leave, which the rest of the graph reads.
     """
 
     chain: str
@@ -44,6 +48,21 @@ class Use:
     count: int = 1
     leaves: bool = False
     vocab: int | str = 0
+    checkpointed: bool = False
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What makes the logits of a head, or a part of them.
+
+    Attributes:
+        name: with which chains begin: ``"lm_head"``, after its module; or the function with its weight,
+            ``"linear(wte.weight)"``.
+        where: ``file.py:line`` in the user's source.
+    """
+
+    name: str
+    where: str
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,7 @@ class Site:
             graph was captured with and, of deferred logits, those that it was called with. Modules of one class may
             share compiled code. Empty if the weight is no parameter.
         measured: time and memory of it, where they were asked for; None too where it was kept.
+        projections: all of them, in the order of the graph, if the program joins the logits of several; else the one.
     """
 
     status: Status
@@ -132,6 +152,7 @@ class Site:
     gradient_bytes: int | None = 0
     weights: tuple[int, ...] = ()
     measured: Measured | None = None
+    projections: tuple[Projection, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -308,16 +329,17 @@ class Listener(Protocol):
     def graph(self, record: GraphRecord) -> None:
         """A graph was compiled."""
 
-    def read(self, kind: Kind, site: Site, where: str, size: int, again: bool) -> None:
-        """Deferred logits of ``site`` cost ``size`` bytes, ``again`` at the same place or not."""
+    def read(self, kind: Kind, head: str, where: str, size: int, again: bool) -> None:
+        """Deferred logits of the projection at ``head`` cost ``size`` bytes, ``again`` at the same place or not."""
 
 
 @dataclass
 class _Noted:
-    """What a place did with deferred logits of ``site``, made of parameter ``weight``."""
+    """What a place did with deferred logits of ``site``, made of parameter ``weight`` by the projection at ``head``."""
 
     site: Site  # which keeps its identity from becoming that of another
     weight: int | None
+    head: str
     where: str
     source: str
     chain: str = ""
@@ -339,8 +361,8 @@ class Journal:
         self._lock = threading.Lock()
         self._graphs: list[GraphRecord] = []
         # By the identity of the site, as two graphs may have equal ones.
-        self._reads: dict[tuple[Kind, int, int | None, str], _Noted] = {}
-        self._fused_reads: dict[tuple[int, int | None, str, str], _Noted] = {}
+        self._reads: dict[tuple[Kind, int, int | None, str, str], _Noted] = {}
+        self._fused_reads: dict[tuple[int, int | None, str, str, str, str], dict[tuple[str, ...], _Noted]] = {}
         self._weights: dict[int, dict[int, None]] = {}
 
     def add(self, sites: Iterable[Site], captured: GraphRecord | None = None) -> GraphRecord:
@@ -349,7 +371,8 @@ class Journal:
             record = replace(captured or GraphRecord(0), id=len(self._graphs), sites=tuple(sites))
             self._graphs.append(record)
         for listener in self.listeners:
-            listener.graph(record)
+            with telling():
+                listener.graph(record)
         return record
 
     def deferred(self, site: Site, weight: Any) -> int | None:
@@ -365,29 +388,42 @@ class Journal:
                 known[number] = None
             return number if number in known else None
 
-    def note(self, kind: Kind, site: Site, weight: int | None, where: str, size: int) -> None:
-        """Remember that deferred logits of ``site``, made of parameter ``weight``, cost ``size`` bytes."""
-        key = (kind, id(site), weight, where)
-        noted = self._reads.get(key) or _Noted(site, weight, where, line_at(where))
+    def note(self, kind: Kind, site: Site, weight: int | None, head: str, where: str, size: int) -> None:
+        """Remember that deferred logits of ``site``, made of parameter ``weight``, cost ``size`` bytes.
+
+        ``head`` is where their projection is, which is not ``site.where`` for the second of several.
+        """
+        key = (kind, id(site), weight, head, where)
+        noted = self._reads.get(key) or _Noted(site, weight, head, where, line_at(where))
         with self._lock:
             noted = self._reads.setdefault(key, noted)
             again = noted.count > 0
             noted.count += 1
             noted.bytes += size
         for listener in self.listeners:
-            listener.read(kind, site, where, size, again)
+            with telling():
+                listener.read(kind, head, where, size, again)
 
-    def note_fused(self, site: Site, weight: int | None, where: str, name: str, chain: Callable[[], str]) -> None:
-        """Remember that the function ``name`` read deferred logits of ``site``, made of parameter ``weight``, by a
-        fused op; ``chain`` as in ``Use``.
+    def note_fused(
+        self, site: Site, weight: int | None, head: str, where: str, before: str, calls: Sequence[Applied]
+    ) -> None:
+        """Remember that the last of ``calls`` read deferred logits by a fused op; all else as in ``note``.
 
-        Called at every step of a training: only the first time asks for the chain.
+        ``before`` is the chain to what left the graph, ``calls`` what was done since. Called at every step of a
+        training, perhaps with other numbers each time: only the first few ways to a reader are told apart.
         """
-        key = (id(site), weight, where, name)
+        from .chain import chain_of  # which makes records of graphs
+
+        ways = self._fused_reads.setdefault((id(site), weight, head, where, before, calls[-1].name), {})
+        key: tuple[str, ...] = tuple(call.key for call in calls)
+        if key not in ways and len(ways) >= _WAYS:
+            key = ()
         # Outside of the lock: what is called for it may read logits itself.
-        noted = self._fused_reads.get(key) or _Noted(site, weight, where, line_at(where), chain())
+        noted = ways.get(key) or _Noted(
+            site, weight, head, where, line_at(where), chain_of(before, calls, in_full=bool(key))
+        )
         with self._lock:
-            self._fused_reads.setdefault(key, noted).count += 1
+            ways.setdefault(key, noted).count += 1
 
     def report(self, since: int = 0) -> Report:
         """The graphs from number ``since`` on, and what became of logits that left them."""
@@ -395,13 +431,14 @@ class Journal:
             graphs = self._graphs[since:]
             places = {id(site): (graph.id, i) for graph in graphs for i, site in enumerate(graph.sites)}
             reads = [
-                Read(kind, n.where, n.site.where, n.count, n.bytes, n.source, *places[id(n.site)], n.weight)
+                Read(kind, n.where, n.head, n.count, n.bytes, n.source, *places[id(n.site)], n.weight)
                 for (kind, *_), n in self._reads.items()
                 if id(n.site) in places
             ]
             fused = [
-                FusedRead(n.chain, n.where, n.source, n.site.where, n.count, *places[id(n.site)], n.weight)
-                for n in self._fused_reads.values()
+                FusedRead(n.chain, n.where, n.source, n.head, n.count, *places[id(n.site)], n.weight)
+                for ways in self._fused_reads.values()
+                for n in ways.values()
                 if id(n.site) in places
             ]
             return Report(tuple(map(self._called, graphs)), tuple(reads), tuple(fused))

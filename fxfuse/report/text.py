@@ -89,7 +89,7 @@ def _row(head: Head) -> tuple[str, ...]:
     site = head.site
     shape = f"{site.rows} x {site.hidden} → {site.vocab}"
     saved = "?" if head.bytes_saved is None else human_bytes(head.bytes_saved) if head.bytes_saved else ""
-    name = site.module or re.split(" → | \\+ ", site.chain or site.pattern)[0]
+    name = site.module or (site.projections[0].name if site.projections else "")
     return (site.status, name, _short(site.where), shape, site.dtype, saved)
 
 
@@ -145,7 +145,7 @@ def _told(head: Head, report: Report, width: int) -> str:
         lines.append(_filled(site.reason.sentence + at, "    ", width))
         lines += _sources([(site.reason.where or "", site.reason.source)] if at else [], width, "      ")
         lines.append(_filled(f"remedy: {site.reason.remedy}", "    ", width))
-    if any(use.leaves for use in site.uses):
+    if any(use.leaves and not use.checkpointed for use in site.uses):
         lines += _left(head, report, width)
     lines += [_filled(worth, "    ", width) for worth in _worth(head)]
     return "\n".join(lines)

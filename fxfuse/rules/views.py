@@ -65,11 +65,12 @@ def squeeze(call: Call, input: ClassTensor, dim: Any = None) -> ClassTensor:
         ones = [i for i, size in enumerate(input.shape) if same(size, 1)]
         if len(ones) != len(input.shape) - len(call.out.shape) or input.class_dim in ones:
             call.keep("unknown_reader", "squeeze of axes that are not known")
+        before = input.trail
         for axis in reversed(ones):
             op = RowOp(torch.squeeze, (axis,), keeps_order=True)
             shape = (*input.shape[:axis], *input.shape[axis + 1 :])
             input = derive(input, call.name, op, shape=shape, class_dim=input.class_dim - (axis < input.class_dim))
-        return input
+        return replace(input, trail=(*before, call.name))
     at = _dim(call, input, dim)
     if at == input.class_dim:
         call.keep("unknown_reader", "squeeze of the vocabulary")
@@ -230,7 +231,8 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
         class_dim = len(shape) - 1
     op = RowOp(operator.getitem, (tuple(entries),))
     selected = derive(input, "[…]", op, shape=shape, class_dim=class_dim)
-    return selected if classes is None else _taken(call, selected, "[…]", classes)
+    # The classes are taken by the same call.
+    return selected if classes is None else _taken(call, replace(selected, trail=input.trail), "[…]", classes)
 
 
 def _taken(call: Call, input: ClassTensor, name: str, classes: slice, **changes: Any) -> ClassTensor:
@@ -255,7 +257,7 @@ def _entries(call: Call, input: ClassTensor, entries: list[Any]) -> Reader:
             call.keep("unknown_reader", "indexing of the logits by tensors of symbolic shapes")
         ops.append(RowOp(torch.Tensor.expand, (*shape, HIDDEN)))
     selected = derive(input, "[…]", *ops, shape=(*shape, input.vocab), class_dim=len(shape))
-    return entry_of_each(call, selected, labels)
+    return entry_of_each(call, replace(selected, trail=input.trail), labels)
 
 
 def _is_index(call: Call, entry: Any) -> bool:
