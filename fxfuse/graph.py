@@ -291,7 +291,8 @@ def _causes(candidate: Candidate, passes: _Passes, in_checkpoint: bool, memory: 
     if input != weight and any(reader.source.requires_grad for _, reader in candidate.readers):
         yield "the weight is frozen and gets none" if input else "the hidden states need none"
     if candidate.escaped:
-        yield "logits that leave the graph are computed when something reads their values"
+        leave = "the logits that leave the graph are computed when something reads their values"
+        yield f"what reads logits inside is fused, and {leave}" if candidate.readers else leave
 
 
 def _number(size: Any) -> int | str:

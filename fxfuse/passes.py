@@ -80,7 +80,7 @@ def why(variant: str, readers: Sequence[Reader], trained: bool, in_checkpoint: b
         return "the sum of a row's logits is its hidden state times the sum of the weight's rows"
     if variant == FORWARD_ONLY:
         if trained:
-            return f"no gradient comes back from {name}: it has none, or gradients are off"
+            return f"{name} has no gradient, or gradients are off here (torch.no_grad)"
         return "neither the hidden states nor the weight requires a gradient"
     if variant == IN_FORWARD:
         return f"{name} is one number, so its gradients are made beside it"

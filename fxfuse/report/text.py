@@ -187,7 +187,7 @@ def _left(head: Head, report: Report, width: int) -> Iterator[str]:
             if times:
                 yield f"    {what}, {_plural(times, 'time')}: see below"
         if not head.is_computed and not head.fused_reads:
-            yield "    nothing has read them"
+            yield "    nothing was seen to read them"
 
 
 def _function(graph: GraphRecord) -> str:
