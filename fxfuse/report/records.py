@@ -347,8 +347,11 @@ class Journal:
             ways = self._fused_reads.setdefault((head, where, before, calls[-1].name), {})
             if key not in ways and len(ways) >= _WAYS:
                 key = ()
-            count, chain = ways.get(key, (0, ""))
-            ways[key] = count + 1, chain or chain_of(before, calls, in_full=bool(key))
+            _, chain = ways.get(key, (0, ""))
+        chain = chain or chain_of(before, calls, in_full=bool(key))  # outside of the lock: it may warn
+        with self._lock:
+            count, _ = ways.get(key, (0, ""))
+            ways[key] = count + 1, chain
 
     def report(self, since: int = 0) -> Report:
         """The graphs from number ``since`` on, and every read."""
