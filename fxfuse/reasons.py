@@ -40,8 +40,8 @@ _KINDS = (
         "unknown_reader",
         "{detail} reads the logits, and fxfuse has no rule for it",
         "read them only through cross_entropy, log_softmax and gather, nll_loss, logsumexp, entropy or argmax; take "
-        "anything else, such as another metric, from a separate call (what is part of the loss itself needs all logits: "
-        "no other spelling of the same loss avoids that)",
+        "anything else, such as another metric, from a separate call (what is part of the loss itself needs all "
+        "logits: no other spelling of the same loss avoids that)",
     ),
     Kind(
         "unsupported_argument",
@@ -51,8 +51,8 @@ _KINDS = (
     Kind(
         "probability_targets",
         "the targets of {detail} are class probabilities, so every class of every row is read",
-        "pass class indices (int64) as targets, with label_smoothing= for smoothed ones; probabilities of another model "
-        "are fused where its head is in the same graph",
+        "pass class indices (int64) as targets, with label_smoothing= for smoothed ones; probabilities of another "
+        "model are fused where its head is in the same graph",
     ),
     Kind(
         "class_dim",

@@ -291,7 +291,7 @@ def test_telling_takes_time_and_room_in_proportion(
 ) -> None:
     """However deep a graph is, and however often it uses a value again."""
     written = []
-    monkeypatch.setattr("fxfuse.report.chain.step", lambda *call: written.append(step(*call)) or written[-1])
+    monkeypatch.setattr("fxfuse.report.walk.step", lambda *call: written.append(step(*call)) or written[-1])
     sites = report_of(read).sites
     assert not [w for w in recwarn if w.category is FxfuseWarning]
     assert [site.status for site in sites] == [status] * len(sites)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -163,7 +164,7 @@ def _shown(id: str, site: Site, is_computed: bool, drawing: Drawing | None) -> _
 
 def _chains(site: Site) -> tuple[tuple[str, ...], ...]:
     chains = [use.chain for use in site.uses] or site.pattern.split(" + ")
-    return tuple(tuple(chain.split(" → ")) for chain in chains)
+    return tuple(tuple(re.split(r" → (?![^(]*\))", chain)) for chain in chains)  # one in brackets is another's
 
 
 def _figures(site: Site, drawing: Drawing) -> Iterator[_Figure]:
