@@ -91,7 +91,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--fake", action=argparse.BooleanOptionalAction, help="use tensors without data, or not (see above)"
     )
-    parser.add_argument("--check", action="store_true", help="exit with status 7 if a required head was not fused")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 7 if a required head was neither fused nor deferred"
+    )
     parser.add_argument(
         "--require",
         action="append",
