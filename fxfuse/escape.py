@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -263,6 +264,7 @@ def on_plain_tensors(run: Callable[..., Any], places: Sequence[str]) -> Callable
             return arg.plain()
 
     def call(*args: Any) -> Any:
-        return run(*(plain(arg, place) for arg, place in zip(args, places, strict=True)))
+        # A place is only told: if one is missing, nothing must come of it.
+        return run(*(plain(arg, place) for arg, place in zip_longest(args, places[: len(args)], fillvalue="")))
 
     return call
