@@ -193,6 +193,7 @@ def _nodes(program: torch.nn.Module) -> list[Any]:
     return [node for part in program.modules() for node in getattr(getattr(part, "graph", None), "nodes", ())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad(), torch.autocast("cpu", torch.bfloat16)], ids=["no_grad", "autocast"])
 def test_modes_around_the_graph(mode: Any, mine: Journal) -> None:
     with mode:
@@ -203,6 +204,7 @@ def test_modes_around_the_graph(mode: Any, mine: Journal) -> None:
     assert found.fused is not None
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_are_measured_at_their_hints(mine: Journal) -> None:
     x, w, y = operands()
 
@@ -302,6 +304,7 @@ def test_differences_are_noted(mine: Journal) -> None:
     assert measure._differences(site, [other]) == ["alone, it was computed with forward only"]
 
 
+@pytest.mark.slow
 def test_the_users_options_and_backend(mine: Journal) -> None:
     seen: list[str] = []
 

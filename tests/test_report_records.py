@@ -213,6 +213,7 @@ def _function(step: str) -> str:
     return symbol[0] if symbol else word(name)
 
 
+@pytest.mark.slow
 def test_every_program_is_told(recwarn: pytest.WarningsRecorder) -> None:
     """Whatever is done to logits has a chain from the projection to each reader, and why it is computed as it is."""
     told = {}

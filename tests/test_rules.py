@@ -86,7 +86,9 @@ def _compare(program: Callable[[World], Any], device: str, dynamic: bool, memory
 
 
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "dynamic", [pytest.param(False, id="static"), pytest.param(True, id="dynamic", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", IN_GRAPHS)
 def test_fused(name: str, dynamic: bool, device: str) -> None:
     sites = _compare(IN_GRAPHS[name], device, dynamic)

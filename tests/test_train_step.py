@@ -76,6 +76,7 @@ def test_it_measures_and_writes(tmp_path: Path) -> None:
     assert "fxfuse" in done.stdout and "tok/s" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

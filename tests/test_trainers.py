@@ -77,8 +77,10 @@ def _fresh() -> Iterator[None]:
 # --- transformers' models -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("return_dict", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("return_dict", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "autocast"))]
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma2"])
 def test_a_model_as_it_is(name: str, precision: str, return_dict: bool, device: str) -> None:
     model = make(name).to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
