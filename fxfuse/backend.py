@@ -54,7 +54,8 @@ def fxfuse(
         own, rest = Options.parse(options)
         inner = _inner(own.inner, mode, rest)
         (results,) = gm.graph.output_node().args
-        places = first_reads(gm.graph)
+        whole = compat.is_whole_graph(gm)
+        places = () if whole else first_reads(gm.graph)  # only parts are told where they read what others return
         record = replace(captured(gm), enabled=own.enabled)
         watchers = [watcher() for watcher in journal.watchers]
         sites, escapes = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), ())
@@ -66,7 +67,6 @@ def fxfuse(
                 raise errors.kept_dense(site.where, site.reason)
     except (ValueError, errors.FxfuseError) as error:
         raise compat.as_raised(error) from None
-    whole = compat.is_whole_graph(gm)
     if all(site.status == "kept" for site in sites):
         run = inner(gm, example_inputs)
     else:

@@ -352,13 +352,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    script = tmp_path / "two.py"
-    script.write_text(_TWO_PROCESSES.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store")))
+def run_in_two_processes(program: str, directory: Path, ways: int) -> None:
+    """Run a program that prints "done" in each process for each of its ways."""
+    script = directory / "two.py"
+    script.write_text(program.format(tests=str(Path(__file__).parent), store=str(directory / "store")))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done") == 8
+    assert done.stdout.count("done") == 2 * ways
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    run_in_two_processes(_TWO_PROCESSES, tmp_path, ways=4)
 
 
 _SHARDED = """
@@ -428,8 +433,4 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_fully_sharded_data_parallel(tmp_path: Path) -> None:
     """Its hooks on what a module returns want no gradient: they gather weights when the backward begins."""
-    script = tmp_path / "two.py"
-    script.write_text(_SHARDED.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store")))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done") == 10
+    run_in_two_processes(_SHARDED, tmp_path, ways=5)
