@@ -8,7 +8,7 @@ algebra never looks inside a handle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any, Protocol, TypeVar
@@ -84,6 +84,12 @@ class RowOp:
     def map(self, function: Callable[[Handle], Handle]) -> RowOp:
         return replace(self, args=map_leaves(function, self.args))
 
+    def with_heads(self, of: Callable[[Head], Head]) -> RowOp:
+        return self
+
+    def heads(self) -> Iterable[Head]:
+        return ()
+
 
 @dataclass(frozen=True)
 class Join(RowOp):
@@ -100,6 +106,14 @@ class Join(RowOp):
     def map(self, function: Callable[[Handle], Handle]) -> Join:
         parts, dim = self.args
         return replace(self, args=(tuple(part.map(function) for part in parts), dim))
+
+    def with_heads(self, of: Callable[[Head], Head]) -> Join:
+        parts, dim = self.args
+        return replace(self, args=(tuple(part.with_heads(of) for part in parts), dim))
+
+    def heads(self) -> Iterable[Head]:
+        parts, _ = self.args
+        return (head for part in parts for head in part.heads())
 
 
 @dataclass(frozen=True)
@@ -278,6 +292,15 @@ class ClassTensor:
         rows, classes = tuple(op.map(function) for op in self.row_ops), tuple(op.map(function) for op in self.class_ops)
         return replace(self, row_ops=rows, class_ops=classes)
 
+    def with_heads(self: C, of: Callable[[Head], Head]) -> C:
+        """The same of other heads: what ``of`` makes of each that it is of, and of those of the parts of a join."""
+        return replace(self, head=of(self.head), row_ops=tuple(op.with_heads(of) for op in self.row_ops))
+
+    def heads(self) -> dict[Head, bool]:
+        """Those that it is of, its own first, and whether gradients flow to each."""
+        joined = (head for op in self.row_ops for head in op.heads())
+        return dict.fromkeys((self.head, *joined), self.requires_grad)
+
     def row_key(self, whole: bool = False) -> tuple[Any, ...]:
         """Equal for tensors whose flattened rows are the same rows in the same order; ``whole``: in the same shape."""
         last = max((i for i, op in enumerate(self.row_ops) if whole or not op.keeps_order), default=-1)
@@ -347,6 +370,14 @@ class Comparison(ClassTensor):
     def map(self, function: Callable[[Handle], Handle]) -> Comparison:
         assert self.teacher is not None
         return replace(super().map(function), teacher=self.teacher.map(function))
+
+    def with_heads(self, of: Callable[[Head], Head]) -> Comparison:
+        assert self.teacher is not None
+        return replace(super().with_heads(of), teacher=self.teacher.with_heads(of))
+
+    def heads(self) -> dict[Head, bool]:
+        assert self.teacher is not None
+        return {**super().heads(), **self.teacher.heads()}
 
 
 C = TypeVar("C", bound=ClassTensor)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
-from .algebra import ClassTensor, Head, Logits, Reader, Statistics
+from .algebra import ClassTensor, Comparison, Head, Logits, Reader, Statistics
 from .eager import EMIT, dense, pull_back
 from .lazy import Origin, State
 from .operands import Operands
@@ -97,7 +97,8 @@ class DeferredLogits(Tensor):
         elif func is Tensor.__getitem__ and isinstance(args[0], DeferredLogits) and _has_mask(args[1]):
             return args[0][_without_masks(args[1])]
         elif func is Tensor.register_hook and compat.is_signal(args[1]):
-            args[0]._deferred.origin.signals.append(args[1])
+            for origin in args[0]._deferred.origins:
+                origin.signals.append(args[1])
         elif func in _OF_GRADIENTS:
             _gradient_is_wanted(func, args, kwargs)
         elif func in IN_PLACE and _become(func, args, kwargs):
@@ -183,7 +184,8 @@ class _NotDeferred(Exception):
 
 def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     """What ``func`` returns, computed when it is read."""
-    first = next(t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits))
+    deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits)]
+    first, origins = deferred[0], _origins_of(deferred)
     written, _ = _touches(func, args, kwargs)
     if _mode.shapes and isinstance(written, DeferredLogits) and written._deferred.described is None:
         return written
@@ -197,9 +199,13 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     thunk = tree_map(lambda t: t._deferred if isinstance(t, DeferredLogits) else t, (func, args, kwargs))
 
     def wrap(meta: Tensor) -> DeferredLogits:
-        return DeferredLogits(State(first._deferred.origin, meta, thunk, is_view), first.device)
+        return DeferredLogits(State(origins[0], meta, thunk, is_view, others=origins[1:]), first.device)
 
     return tree_map_only(Tensor, wrap, out)
+
+
+def _origins_of(tensors: Iterable[DeferredLogits]) -> tuple[Origin, ...]:
+    return tuple(dict.fromkeys(origin for tensor in tensors for origin in tensor._deferred.origins))
 
 
 def _meta(value: Any) -> Any:
@@ -280,10 +286,10 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
     for tensor in tree_iter(wanted):
         # Nothing but what reads a leaf itself has a gradient for it.
         if isinstance(tensor, DeferredLogits) and not _is_leaf(tensor):
-            origin = tensor._deferred.origin
-            if origin.bypassed and func != _GRAD_FN:
-                raise errors.gradient_went_past(func.__name__, origin.head)
-            origin.hooked = True
+            for origin in tensor._deferred.origins:
+                if origin.bypassed and func != _GRAD_FN:
+                    raise errors.gradient_went_past(func.__name__, origin.head)
+                origin.hooked = True
 
 
 def _head_of(args: Any) -> str:
@@ -353,25 +359,29 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
         with torch._C.DisableTorchFunctionSubclass():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
-            if len({id(t._deferred.origin) for t in deferred}) > 1:
-                call.keep("unknown_reader", f"{name} of logits of several calls")
-            if isinstance(readers[0], ClassTensor):
+            derives = isinstance(readers[0], ClassTensor)
+            # What is derived of one is as good as that one; else a gradient to one of them could be lost.
+            if not (derives and len(deferred) == 1) and not all(map(_claims_what_it_is, deferred)):
+                call.keep("unknown_reader")
+            if derives:
                 for outcome, made in outcomes_of(call, result):
                     if made is not deferred[0]:
                         assert isinstance(outcome, ClassTensor)
+                        if len(outcome.heads()) > 1 and not isinstance(outcome, Comparison):
+                            call.keep("unknown_reader", f"{name} of logits of several calls")
                         _describe(made, outcome.map(_frozen))
                         made._deferred.calls = calls
                 return out
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
             call.keep("unknown_reader", "a checkpointed function")
-        head = _head_for(deferred, call, readers)
+        heads = _heads_for(deferred, call, readers)
     except (Keep, _NotDeferred):
         return NotImplemented
-    origin = deferred[0]._deferred.origin
-    results = _read(origin, call, readers, head)
-    before = origin.way.chain if origin.way else "…"
-    journal.note_fused(origin.site, origin.weight, origin.head, caller(), before, calls)
+    results = _read(call, readers, heads)
+    for origin, _ in heads.values():
+        before = origin.way.chain if origin.way else "…"
+        journal.note_fused(origin.site, origin.weight, origin.head, caller(), before, calls)
     return type(out)(results) if isinstance(out, tuple) else results[0]
 
 
@@ -390,7 +400,7 @@ def _shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _is_described(tensor: DeferredLogits) -> bool:
     """Whether the description holds: nothing was written, and gradients may go to the operands directly."""
     state = tensor._deferred
-    if state.described is None or state.memory.one or state.origin.hooked:
+    if state.described is None or state.memory.one or any(origin.hooked for origin in state.origins):
         return False
     if compat.forward_ad_active() or compat.transform_active():
         return False
@@ -398,10 +408,17 @@ def _is_described(tensor: DeferredLogits) -> bool:
         return _to_autograd(tensor) == tensor._known_to_autograd
 
 
+def _claims_what_it_is(tensor: DeferredLogits) -> bool:
+    """Whether gradients flow through it where it says so: not through a view made under no_grad (``rules.cut_off``)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        claims = tensor.requires_grad and torch.is_grad_enabled()
+    return not claims or _description(tensor).requires_grad
+
+
 def _description(tensor: DeferredLogits) -> ClassTensor:
     described = tensor._deferred.described
     assert described is not None
-    return replace(described, head=tensor._deferred.origin.operands.head)
+    return described
 
 
 def _describe(tensor: DeferredLogits, described: ClassTensor) -> None:
@@ -462,28 +479,35 @@ def _frozen(argument: Any) -> Any:
     return argument.clone() if isinstance(argument, Tensor) else argument
 
 
-def _head_for(deferred: list[DeferredLogits], call: Call, readers: tuple[Reader, ...]) -> Head:
-    """The head to compute readers from; refused where they cannot be computed from the operands."""
+Found = dict[Head, tuple[Origin, Head]]
+
+
+def _heads_for(deferred: list[DeferredLogits], call: Call, readers: tuple[Reader, ...]) -> Found:
+    """For each head that readers are of, its origin and the head to compute them from, the readers' own first.
+
+    Refused where they cannot be computed from the operands.
+    """
+    source = readers[0].source
     requires_grad = _wants_gradients(call, readers)
-    operands = deferred[0]._deferred.origin.operands
-    with torch._C.DisableTorchFunctionSubclass():
-        claims = any(t.requires_grad for t in deferred)
-    if claims and torch.is_grad_enabled() and not readers[0].source.requires_grad:
-        call.keep("unknown_reader")  # a view that was made under no_grad; see ``cut_off``
-    for operand in (operand for reader in readers for operand in reader.operands):
-        if not compat.is_plain(operand) or operand.device != operands.head.input.device:
+    origins = {origin.operands.head: origin for origin in _origins_of(deferred)}
+    others = [operand for reader in readers for operand in reader.operands]
+    for operand in (*others, *(head.input for head in source.heads())):
+        if not compat.is_plain(operand) or operand.device != source.head.input.device:
             call.keep("subclass")
-    try:
-        head = operands.as_they_were()
-    except errors.StaleLogitsError:
-        if all(t._deferred.is_built() for t in deferred):
-            call.keep("operand_mutated", "something")
-        raise
-    if not requires_grad:
-        return head
-    if operands.are_copied():
-        call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
-    return operands.head
+    found: Found = {}
+    for head, trained in source.heads().items():
+        operands = origins[head].operands
+        trained &= requires_grad
+        try:
+            as_they_were = operands.as_they_were()
+        except errors.StaleLogitsError:
+            if all(t._deferred.is_built() for t in deferred):
+                call.keep("operand_mutated", "something")
+            raise
+        if trained and operands.are_copied():
+            call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
+        found[head] = origins[head], operands.head if trained else as_they_were
+    return found
 
 
 def _wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
@@ -494,37 +518,40 @@ def _wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
     )
 
 
-def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -> list[Tensor]:
-    """What ``readers`` of the same logits return, by a fused op from the operands of ``head``."""
+def _read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
+    """What ``readers`` of the same logits return, by a fused op from operands of the heads that were ``found``."""
     source = readers[0].source
+    origin, _ = found[source.head]
     grad = _wants_gradients(call, readers)
-    source = replace(source, head=head, requires_grad=grad)
+    key = (source.row_key(), source.logits_key(), grad)
+    source = replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
     readers = tuple(replace(reader, source=source) for reader in readers)
     reader = readers[0]
-    key = (source.row_key(), source.logits_key(), grad)
-    kept = {} if compat.saving_is_watched() else origin.log_sum_exps
+    alone = reader.is_alone or compat.saving_is_watched()
+    kept = {} if alone else origin.log_sum_exps
     known, _ = kept.get(key, (None, None))
     operands = operands_of(EMIT, source)
     more = reader.index is not None or reader.want_entropy or reader.want_top
     if known is not None and not more and not (reader.want_class_sum and source.transform):
         total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
         results = [reader.finish(EMIT, Statistics(known, class_sum=total), None)]
-    elif reader.coefficients is None:
+    elif reader.coefficients is None and not reader.is_alone:
         results, lse = statistics(EMIT, readers, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
             kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
     else:
         _, results = compute(EMIT, readers, in_checkpoint=False, memory=origin.memory)
-    origin.bypassed |= grad
     # In memory of its own: the backward may need what it was made of.
     outs = call.out if isinstance(call.out, tuple) else (call.out,)
     results = [
         result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
         for result, out in zip(results, outs, strict=True)
     ]
-    for result in results:
-        for signal in origin.signals if result.requires_grad else ():
-            result.register_hook(signal)
+    for origin, _ in found.values():
+        origin.bypassed |= grad
+        for result in results:
+            for signal in origin.signals if result.requires_grad else ():
+                result.register_hook(signal)
     return results
 
 
@@ -612,5 +639,5 @@ def defer(
         origin = Origin(site, operands, memory, weight, bypassed=bypassed, way=way)
         made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin)
     with torch._C.DisableTorchFunctionSubclass():
-        _describe(made, replace(value, requires_grad=made.requires_grad))
+        _describe(made, replace(value, head=operands.head, requires_grad=made.requires_grad))
     return made

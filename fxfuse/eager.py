@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import transform
-from .algebra import ClassTensor, Emit, Logits, LogProbs, Probs, WeighedLogits, WeighedLogProbs
+from .algebra import ClassTensor, Comparison, Emit, Logits, LogProbs, Probs, WeighedLogits, WeighedLogProbs
 from .ops.contract import acc_dtype
 
 
@@ -33,10 +33,22 @@ def dense(value: ClassTensor) -> Tensor:
     The product is in the dtype of the logits, as eager's; everything between it and ``value`` in the accumulation
     dtype.
     """
+    z = _logits(value)
+    if isinstance(value, Comparison):
+        assert value.teacher is not None
+        log_q, log_p = z.log_softmax(-1), _logits(value.teacher).log_softmax(-1)
+        z = F.kl_div(log_q, log_p.exp(), reduction="none") if value.divergence else log_p.exp() * log_q
+    elif not isinstance(value, Logits):
+        z = _FROM_LOGITS[type(value)](z)
+    z = (z if isinstance(value, Logits) else z * value.factor).to(value.dtype)
+    return z if value.class_dim == len(value.shape) - 1 else z.movedim(-1, value.class_dim)
+
+
+def _logits(value: ClassTensor) -> Tensor:
+    """The logits that ``value`` is made of, the class axis last; in the accumulation dtype where they are not all."""
     head, acc = value.head, acc_dtype(value.head.dtype)
-    last = value.class_dim == len(value.shape) - 1
     rows = value.hidden_states(EMIT)
-    if not last:
+    if value.class_dim != len(value.shape) - 1:
         rows = rows.movedim(value.class_dim, -1)
     with torch.autocast(rows.device.type, enabled=False):
         weight, bias = value.classes(EMIT)
@@ -47,10 +59,7 @@ def dense(value: ClassTensor) -> Tensor:
             z = F.linear(rows, weight, None if bias is None else bias.to(head.dtype))
         if value.scale != 1.0 or value.transform or not isinstance(value, Logits):
             z = transform.apply(value.transform, z.to(acc) * value.scale)
-        if not isinstance(value, Logits):
-            z = _FROM_LOGITS[type(value)](z) * value.factor
-    z = z.to(value.dtype)
-    return z if last else z.movedim(-1, value.class_dim)
+    return z
 
 
 _FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor], Tensor]] = {

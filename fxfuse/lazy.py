@@ -8,17 +8,18 @@ are views of one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from .algebra import ClassTensor
+from .algebra import ClassTensor, Head
 from .eager import dense
 from .operands import Operands
 from .report.chain import Applied, Way
@@ -90,6 +91,7 @@ class State:
         described: what it is, where rules can tell.
         values: all of it, once they were needed.
         calls: the functions that it went through since the graph returned it, for the report.
+        others: origins that it comes from as well, where it is made of several outputs.
     """
 
     origin: Origin
@@ -99,6 +101,7 @@ class State:
     described: ClassTensor | None = None
     values: Tensor | None = None
     calls: tuple[Applied, ...] = ()
+    others: tuple[Origin, ...] = ()
     memory: Memory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,9 +109,14 @@ class State:
         self.memory = Memory(weakref.ref(self)) if parent is None else parent.memory
         self.memory.views.append(weakref.ref(self))
 
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """All that it comes from."""
+        return (self.origin, *self.others)
+
     def read(self) -> Tensor:
         """The values, perhaps in memory of their own."""
-        with self.origin.lock:
+        with self._locked():
             if self.memory.one:
                 return self._viewed()
             if self.values is None:
@@ -122,7 +130,7 @@ class State:
 
     def share(self) -> Tensor:
         """The values in the memory that every view of it has."""
-        with self.origin.lock:
+        with self._locked():
             if not self.memory.one:
                 owner = self.memory.owner()
                 assert owner is not None
@@ -131,6 +139,14 @@ class State:
                 # Copies that wait can no longer be made of these values, which may be written to.
                 self.origin.operands.are_wanted()
             return self._viewed()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        # All in one order, before the locks of what it is made of: two threads may read what shares two origins.
+        with contextlib.ExitStack() as held:
+            for origin in sorted(self.origins, key=id):
+                held.enter_context(origin.lock)
+            yield
 
     def is_built(self) -> bool:
         """Whether the values can be had without a product."""
@@ -168,10 +184,20 @@ class State:
         )
 
     def _project(self, described: ClassTensor) -> Tensor:
-        values = dense(replace(described, head=self.origin.operands.as_they_were()))
+        values = dense(described.with_heads(as_they_were(self.origins, described)))
         origin = self.origin
         journal.note("read", origin.site, origin.weight, origin.head, caller(), values.nbytes)
         return _laid_out(values, self.meta)
+
+
+def as_they_were(origins: Iterable[Origin], described: ClassTensor) -> Callable[[Head], Head]:
+    """The heads of ``described``, of which each is that of one of ``origins``, with operands for its values.
+
+    Raises:
+        StaleLogitsError: an operand of one of them is not what it was.
+    """
+    operands = {origin.operands.head: origin.operands for origin in origins}
+    return {head: operands[head].as_they_were() for head in described.heads()}.__getitem__
 
 
 def _laid_out(values: Tensor, like: Tensor) -> Tensor:

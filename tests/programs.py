@@ -59,27 +59,22 @@ class World:
 
     @property
     def z(self) -> torch.Tensor:
-        return F.linear(self.x, self.w)
+        return self.project(self.x, self.w)
 
     @property
     def zb(self) -> torch.Tensor:
-        return F.linear(self.x, self.w, self.b)
+        return self.project(self.x, self.w, self.b)
+
+    def project(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, w, b)
 
 
 class DeferredWorld(World):
-    """A world whose logits ``z`` and ``zb`` are deferred, as if a compiled model had returned them."""
+    """A world whose projections are deferred, as if compiled models had returned them."""
 
-    @property
-    def z(self) -> torch.Tensor:
-        return self._deferred(None)
-
-    @property
-    def zb(self) -> torch.Tensor:
-        return self._deferred(self.b)
-
-    def _deferred(self, bias: torch.Tensor | None) -> torch.Tensor:
-        head = Head(self.x, self.w, bias, False, self.w.shape[1], self.w.shape[0], self.x.dtype)
-        shape = (*self.x.shape[:-1], head.vocab)
+    def project(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        head = Head(x, w, b, False, w.shape[1], w.shape[0], x.dtype)
+        shape = (*x.shape[:-1], head.vocab)
         z = Logits(head, shape, len(shape) - 1, head.dtype, torch.is_grad_enabled(), trail=("linear",))
         return defer(z, SITE, least=0, memory=0)
 
@@ -342,22 +337,22 @@ def _normalised_by_hand(s: World) -> Any:
 
 def _teacher(s: World) -> torch.Tensor:
     with torch.no_grad():
-        return F.linear(s.x.cos(), s.w.sin())
+        return s.project(s.x.cos(), s.w.sin())
 
 
 def _distillation(s: World) -> Any:
     student, teacher = s.zb / 2, _teacher(s) / 2
     a = F.kl_div(F.log_softmax(student, -1), F.softmax(teacher, -1), reduction="batchmean") * 4
-    student = F.linear(s.x, s.w)
+    student = s.z
     targets = torch.log_softmax(_teacher(s), -1)
     return a, F.kl_div(student.log_softmax(-1), targets, reduction="sum", log_target=True)
 
 
 def _distillation_by_rows(s: World) -> Any:
     """Gradients of both; rows chosen after, as with masks over prompts."""
-    student, teacher = s.zb.log_softmax(-1), F.linear(s.x.sin(), s.w.cos(), s.b).log_softmax(-1)
+    student, teacher = s.zb.log_softmax(-1), s.project(s.x.sin(), s.w.cos(), s.b).log_softmax(-1)
     each = F.kl_div(student[:, :-1], teacher[:, :-1], reduction="none", log_target=True)
-    return each.transpose(0, 1)[1:].sum(-1), F.kl_div(s.z.log_softmax(-1), F.linear(s.x, s.w * 2).softmax(-1))
+    return each.transpose(0, 1)[1:].sum(-1), F.kl_div(s.z.log_softmax(-1), s.project(s.x, s.w * 2).softmax(-1))
 
 
 def _probabilities_of_a_teacher(s: World) -> Any:
@@ -530,6 +525,23 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "normalised_twice": lambda s: (
         _rows(s.z.log_softmax(-1).log_softmax(-1), s.y) + _rows(s.z.log_softmax(-1).softmax(-1), s.y)
     ),
+    # two heads
+    "distillation": _distillation,
+    "distillation_by_rows": _distillation_by_rows,
+    "distillation_in_class_dim_0": lambda s: F.kl_div(
+        s.z[0].t().log_softmax(0), _teacher(s)[0].t().softmax(0), reduction="batchmean"
+    ),
+    "distillation_of_all": lambda s: F.kl_div(
+        s.z.mT.log_softmax(1), _teacher(s).mT.softmax(1), reduction="none"
+    ).mean(),
+    "distillation_of_one_row": lambda s: F.kl_div(
+        s.zb[0, 0].log_softmax(-1), _teacher(s)[0, 0].softmax(-1), reduction="batchmean"
+    ),
+    "distillation_of_deferred_logits": lambda s: F.kl_div(s.z.log_softmax(-1), s.zb.softmax(-1), reduction="none").sum(
+        -1
+    ),
+    "probabilities_of_a_teacher": _probabilities_of_a_teacher,
+    "weighed_by_another": lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1),
     # surroundings
     "no_grad_head": _no_grad_head,
     "no_grad_dropout": _no_grad_dropout,
@@ -549,28 +561,13 @@ FUSED: dict[str, Callable[[World], Any]] = {
 }
 
 
-# Fused too, but only in a graph: at run time, where values are written or compared or needed in full, they are built.
+# Fused too, but only in a graph: at run time, where values are written or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "in_place_through_views": _in_place_through_views,
     "normalised_by_hand": _normalised_by_hand,
     "one_hot": lambda s: -(F.one_hot(s.y, VOCAB) * s.z.log_softmax(-1)).sum(-1),
     "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),
     "one_hot_logits": lambda s: (s.z * F.one_hot(s.y, num_classes=VOCAB)).transpose(0, 1).sum(dim=-1, keepdim=True),
-    "distillation": _distillation,
-    "distillation_by_rows": _distillation_by_rows,
-    "distillation_in_class_dim_0": lambda s: F.kl_div(
-        s.z[0].t().log_softmax(0), _teacher(s)[0].t().softmax(0), reduction="batchmean"
-    ),
-    "distillation_of_all": lambda s: F.kl_div(
-        s.z.mT.log_softmax(1), _teacher(s).mT.softmax(1), reduction="none"
-    ).mean(),
-    "distillation_of_one_row": lambda s: F.kl_div(
-        s.zb[0, 0].log_softmax(-1), _teacher(s)[0, 0].softmax(-1), reduction="batchmean"
-    ),
-    "distillation_of_deferred_logits": lambda s: F.kl_div(s.z.log_softmax(-1), s.zb.softmax(-1), reduction="none").sum(
-        -1
-    ),
-    "probabilities_of_a_teacher": _probabilities_of_a_teacher,
     "all_log_probs": lambda s: s.zb.log_softmax(-1),
     "all_probabilities": lambda s: F.softmax(s.z.mT / 2, dim=1)[:, 1:],
     "all_log_probs_written": _all_log_probs_written,
@@ -583,7 +580,6 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "one_hot_in_class_dim_1": lambda s: (s.z.mT.log_softmax(1) * F.one_hot(s.y, VOCAB).mT).sum(1),
     "slice_of_log_probs": lambda s: s.z.log_softmax(-1)[..., :5].sum(-1),
     "sum_of_probabilities": lambda s: s.z.softmax(-1).sum(-1),
-    "weighed_by_another": lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1),
     "all_entries_read": lambda s: (torch.softmax(s.z, -1).pow(2).sum(-1), (s.zb.log_softmax(-1) * s.c).mean(-1)),
 }
 

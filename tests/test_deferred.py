@@ -977,6 +977,106 @@ def test_a_training_loop_builds_nothing(device: str) -> None:
     torch.testing.assert_close(losses[0][1] + 0, losses[1][1] + 0)
 
 
+def distilled(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(F.log_softmax(student / 2, -1), F.softmax(teacher / 2, -1), reduction="batchmean")
+
+
+def test_a_loop_that_distils_builds_nothing(device: str) -> None:
+    """Student and teacher are compiled each on its own, the loss is eager code, as people write it."""
+    torch._dynamo.reset()
+    models = [Model().to(device), Model().to(device)]
+    teacher = Model().to(device)
+    with torch.no_grad():
+        teacher.head.weight.mul_(1.5)
+    ids, labels = (t.to(device) for t in batch())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in models]
+    with dense_reads() as reads:
+        for _ in range(4):
+            losses = []
+            pairs = (compiled(models[0]), compiled(teacher)), (models[1], teacher)
+            for (m, t), optimizer in zip(pairs, optimizers, strict=True):
+                with torch.no_grad():
+                    targets = t(ids)
+                logits = m(ids)
+                loss = distilled(logits, targets) + ce_of(logits, labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses += [loss, -(targets.softmax(-1) * logits.detach().log_softmax(-1)).sum(-1)]
+            torch.testing.assert_close(losses[:2], losses[2:])
+            assert_models_agree(*models)
+    assert not reads
+
+
+def test_each_of_two_heads_is_looked_at() -> None:
+    """A change of either's operands, a hook on either, a step of either's optimizer."""
+
+    def two(s: World) -> tuple[Tensor, Tensor, Tensor]:
+        w = torch.nn.Parameter(s.w.detach().cos())
+        return s.z, s.project(s.x.detach().sin(), w), w
+
+    for change in (lambda student, teacher: student, lambda student, teacher: teacher):
+        s = DeferredWorld.make()
+        student, teacher, w = two(s)
+        with torch.no_grad():
+            change(s.w, w).mul_(2)
+        with pytest.raises(RuntimeError, match=r"the weight .* it was changed in place"):
+            distilled(student, teacher)
+
+        def hooked(s: World, change: Any = change) -> list[Any]:
+            student, teacher, w = two(s)
+            seen: list[Tensor] = []
+            change(student, teacher).register_hook(seen.append)
+            distilled(student, teacher).backward()
+            return [*seen, s.w.grad, w.grad, s.x.grad]
+
+        torch.testing.assert_close(hooked(DeferredWorld.make()), hooked(World.make()))
+
+        s = DeferredWorld.make()
+        student, teacher, w = two(s)
+        distilled(student, teacher)
+        with pytest.raises(fxfuse.FxfuseError, match="before the loss"):
+            change(student, teacher).register_hook(print)
+
+        def stepped(s: World, change: Any = change) -> Tensor:
+            student, teacher, w = two(s)
+            stale = change(s.w, w)
+            stale.grad = torch.ones_like(stale)
+            torch.optim.SGD([stale], lr=0.1).step()
+            with torch.no_grad():
+                return distilled(student, teacher)
+
+        with dense_reads() as reads:
+            actual = stepped(DeferredWorld.make())
+        torch.testing.assert_close(actual, stepped(World.make()))
+        assert not reads
+
+
+def test_a_part_of_what_compares_two_heads() -> None:
+    def program(s: World) -> list[Any]:
+        student = s.zb
+        with torch.no_grad():
+            teacher = s.project(s.x.sin(), s.w * 2)
+        each = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True)
+        products = teacher.softmax(-1) * student.log_softmax(-1) / 3
+        parts = [each[0].exp(), products.mT[..., 1:].sin(), each.view(-1)[3:5] * 1.5]
+        sum(part.sum() for part in parts).backward()
+        return [*parts, *(leaf.grad for leaf in s.leaves())]
+
+    torch.testing.assert_close(program(DeferredWorld.make()), program(World.make()))
+
+
+def test_a_view_under_no_grad_of_one_of_two_heads() -> None:
+    def program(s: World) -> list[Any]:
+        student, teacher = s.zb, s.z
+        with torch.no_grad():
+            teacher = teacher.view(-1, VOCAB)
+        F.kl_div(student.log_softmax(-1).view(-1, VOCAB), teacher.softmax(-1), reduction="sum").backward()
+        return [leaf.grad for leaf in s.leaves()]
+
+    torch.testing.assert_close(program(DeferredWorld.make()), program(World.make()))
+
+
 def test_gradients_of_inside_and_outside_add_up(device: str) -> None:
     torch._dynamo.reset()
     ours, eager = Model().to(device), Model().to(device)
@@ -1076,6 +1176,14 @@ def _head_of_a_reused_buffer(head: torch.nn.Linear, f: Any) -> Any:
     return [z * 1.0 for z in outs]
 
 
+def _head_of_a_reused_buffer_in_parts(head: torch.nn.Linear, f: Any) -> Any:
+    buffer = torch.arange(8.0).view(2, 4)
+    z = f(buffer)
+    buffer.zero_()
+    with torch.no_grad():
+        return F.cross_entropy(torch.cat((z[1:], z[:1])), torch.tensor([1, 2]))
+
+
 def _head_of_a_parameter(head: torch.nn.Linear, f: Any) -> Any:
     x = torch.nn.Parameter(torch.ones(2, 4))
     z = f(x)
@@ -1088,7 +1196,7 @@ def _head_of_a_parameter(head: torch.nn.Linear, f: Any) -> Any:
     "program",
     [
         *(_head_with_frozen_weight_thawed, _head_with_input_thawed, _head_in_another_mode),
-        *(_head_of_a_reused_buffer, _head_of_a_parameter),
+        *(_head_of_a_reused_buffer, _head_of_a_reused_buffer_in_parts, _head_of_a_parameter),
     ],
 )
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
