@@ -58,7 +58,7 @@ class Kernels:
         call.gather(self.stats_rows, 0, self.gathered)
 
     def statistics(self) -> None:
-        self.call.stats_of(self.stats_rows, 0, self.gathered, self.stats, False)
+        self.call.stats_of(self.stats_rows, 0, self.gathered, self.stats)
 
     def exponentials(self) -> None:
         self.made.make(0, self.scratch)

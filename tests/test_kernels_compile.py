@@ -74,7 +74,7 @@ def record(
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
     A ``plain`` cross entropy, one ``without_turns``, one with a ``softcap``, ``all_options``, those with ``few_hidden``
-    units or with an ``odd_hidden`` size. Or ``entropy_and_top`` among the statistics, and its backward.
+    units or with an ``odd_hidden`` size. Or ``entropy``, or ``entropy_and_top`` among the statistics, and its backward.
     """
     everything = kind not in ("plain", "softcap", "without_turns")
     vocab, indexed = 50257 if everything else 128256, 1
@@ -103,8 +103,8 @@ def record(
     upstream = (meta(rows), meta(rows, indexed), meta(rows) if everything else None)
     needs = (True, True, everything)
     options = {"transform": "tanh mul:30.0" if kind == "softcap" else ""}
-    if kind == "entropy_and_top":
-        cuda.linear_stats(*operands, True, True, want_entropy=True, want_top=True)
+    if kind.startswith("entropy"):
+        cuda.linear_stats(*operands, True, True, want_entropy=True, want_top=kind == "entropy_and_top")
         options |= {"entropy": meta(rows), "g_entropy": meta(rows)}
     else:
         cuda.linear_loss(*operands, *upstream, *needs, **options)
@@ -197,7 +197,8 @@ CONFIGURATIONS = [
     (90, FP32, 16384, "odd_hidden"),
     *((80, dtype, rows, "entropy_and_top") for dtype, rows in ((BF16, 1), (BF16, 64), (BF16, 16384), (FP32, 16384))),
     *((90, dtype, rows, "entropy_and_top") for dtype, rows in ((BF16, 1), (FP16, 64), (BF16, 16384), (FP32, 16384))),
-    (100, BF16, 16384, "entropy_and_top"),
+    *((90, dtype, rows, "entropy") for dtype, rows in ((BF16, 1), (FP16, 64), (BF16, 16384))),
+    *((100, BF16, 16384, kind) for kind in ("entropy", "entropy_and_top")),
 ]
 
 
@@ -216,9 +217,10 @@ def test_compiles(
     launches = record(monkeypatch, machine, dtype, rows, kind)
     names = {launch.kernel.__name__ for launch in launches}
     assert {"stats_kernel", "merge_kernel", "dlogits_kernel"} <= names
-    described_way = machine.generation == "hopper" and dtype != FP32 and kind not in ("odd_hidden", "entropy_and_top")
+    described_way = machine.generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
     assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == described_way
-    assert ("exponentials_kernel" in names) == (described_way and dtype == BF16)
+    has_entropy = kind.startswith("entropy")
+    assert ("exponentials_kernel" in names) == (described_way and dtype == BF16 and not has_entropy)
     for launch in launches:
         compiled = compile_ahead(launch, capability)
         assert compiled.asm["cubin"][:4] == b"\x7fELF"

@@ -19,6 +19,7 @@ from . import tiles
 from .logits import grouped, logits_tile
 
 MERGE_SPLITS, MERGE_ROWS = 32, 32
+LAST = tl.constexpr(2**31 - 1)  # past every class
 
 
 @triton.jit
@@ -38,6 +39,14 @@ def rescaled_moment(t, s, old, new):
     """The sum t of (z - m) exp(z - m) at another maximum. At m = -inf there are no terms: t is 0, or NaN for good."""
     d = tl.where((old == new) | (old == float("-inf")), 0.0, old - new)
     return (t + d * s) * rescale(old, new)
+
+
+@triton.jit
+def first_best(z, tile_max, tile_sum, col):
+    """The first class of a tile with its largest logit: to ``torch.max`` that is a NaN, which the sum tells of."""
+    has_nan = tile_sum != tile_sum
+    largest = tl.where(has_nan[:, None], z != z, z == tile_max[:, None])
+    return tl.min(tl.where(largest, col[None, :], LAST), 1)
 
 
 @triton.jit(do_not_specialize=["rows", "indexed", "splits", "tiles_per_split"])
@@ -156,11 +165,8 @@ def stats_kernel(
                 terms = tl.where((col < vocab)[None, :], terms, 0.0)
             t = rescaled_moment(t, s, m, m_new) + tl.sum(terms, 1)
         if part_argmax is not None:
-            # To torch.max a NaN is the largest number, and the first of them the one that counts.
-            has_nan = tile_sum != tile_sum
-            largest = tl.where(has_nan[:, None], z != z, z == tile_max[:, None])
-            lowest = tl.min(tl.where(largest, col[None, :], 2147483647), 1)
-            argmax = tl.where((s == s) & (has_nan | (tile_max > m)), lowest, argmax)
+            better = (s == s) & ((tile_sum != tile_sum) | (tile_max > m))
+            argmax = tl.where(better, first_best(z, tile_max, tile_sum, col), argmax)
         s = rescaled + tile_sum
         m = m_new
 
@@ -242,7 +248,7 @@ def merge_kernel(
             row_entropy = tl.where(row_wanted, row_entropy, 0.0)
         tl.store(entropy + row, row_entropy, mask=in_rows)
     if argmax is not None:
-        lowest = tl.full((BLOCK_ROWS,), 2147483647, dtype=tl.int32)
+        lowest = tl.full((BLOCK_ROWS,), LAST, dtype=tl.int32)
         for start in range(0, splits, BLOCK_SPLITS):
             split = start + tl.arange(0, BLOCK_SPLITS)
             part = split.to(tl.int64)[:, None] * rows + row64[None, :]
@@ -250,7 +256,7 @@ def merge_kernel(
             their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))
             their_s = tl.load(part_sum + part, mask=inside, other=0.0)
             largest = tl.where((s != s)[None, :], their_s != their_s, their_m == m[None, :])
-            theirs = tl.load(part_argmax + part, mask=inside & largest, other=2147483647)
+            theirs = tl.load(part_argmax + part, mask=inside & largest, other=LAST)
             lowest = tl.minimum(lowest, tl.min(theirs, 0))
         row_top = tl.where(s != s, s, m)
         if wanted is not None:

@@ -66,13 +66,10 @@ def linear_stats(
             memory=memory,
         )
     head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
-    # ``hopper`` has neither these nor the gradient of an entropy: few steps read them, and its kernels would want them
-    # twice, in Triton and in Gluon.
-    if head.is_described() and not (want_entropy or want_top):
+    if head.is_described():
         with _current(input.device):
-            out = _hopper().linear_stats(head.call(), want_class_sum, skip_unindexed)
-        unasked = (input.new_empty((0,), dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int64))
-        return out.lse, out.picked, out.log_prob, out.class_sum, out.residual, *unasked
+            out = _hopper().linear_stats(head.call(), want_class_sum, want_entropy, want_top, skip_unindexed)
+        return out.lse, out.picked, out.log_prob, out.class_sum, out.residual, out.entropy, out.top, out.argmax
     wanted = (index >= 0).any(1) if skip_unindexed else None
     return head.stats(want_class_sum, wanted, want_entropy, want_top)
 
@@ -107,10 +104,10 @@ def linear_stats_backward(
     head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     up = _Upstream(g_lse, g_picked, g_class_sum, g_entropy).contiguous()
-    if head.is_described() and g_entropy is None:
+    if head.is_described():
         with _current(input.device):
             return _hopper().linear_stats_backward(
-                head.call(), _contiguous(lse), _contiguous(residual), up, needs, dtypes, memory
+                head.call(), _contiguous(lse), _contiguous(residual), up, needs, dtypes, memory, _contiguous(entropy)
             )
     return head.gradients(lse, residual, up, needs, dtypes, memory, entropy)
 

@@ -258,10 +258,10 @@ def _begin(out: Tensor, terms: int) -> Sum:
 # --- the ops --------------------------------------------------------------------------------------------------
 
 
-def linear_stats(call: Call, want_class_sum: bool, skip_unindexed: bool) -> Stats:
+def linear_stats(call: Call, want_class_sum: bool, want_entropy: bool, want_top: bool, skip_unindexed: bool) -> Stats:
     listed = call.listed_by_flags((call.index >= 0).any(1).view(torch.int8)) if skip_unindexed else call.every_row()
-    out = call.no_stats(want_class_sum)
-    call.stats(listed, out, want_class_sum)
+    out = call.no_stats(want_class_sum, want_entropy, want_top)
+    call.stats(listed, out)
     return out
 
 
@@ -273,10 +273,12 @@ def linear_stats_backward(
     needs: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, ...],
     memory: int,
+    entropy: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     nothing = call.empty(0)
-    stats = Stats(lse, residual, torch.zeros_like(up.picked), nothing, nothing)
-    factors = _factors(call, up)
+    picked, entropy_or_none = torch.zeros_like(up.picked), nothing if entropy is None else entropy
+    stats = Stats(lse, residual, picked, nothing, nothing, entropy_or_none, nothing, nothing)
+    factors = _factors(call, up, entropy)
     grads = _Gradients(call, needs, dtypes)
     grads.recompute(call.listed(up), stats, up, factors, memory)
     return grads.results(factors[1])
@@ -294,7 +296,7 @@ def linear_loss(
     if any(needs) and suits_exponentials(call.input.dtype, call.index.shape[1], want_class_sum, call.transform):
         grads.exponentials(listed, stats, up)
     else:
-        call.stats(listed, stats, want_class_sum)
+        call.stats(listed, stats)
         if any(needs):
             factors = _factors(call, up)
             grads.recompute(listed, stats, up, factors)
@@ -324,7 +326,7 @@ def kept_gradients(
     nothing = call.empty(0)
     up = Upstream(nothing, nothing, None if c_class_sum is None else c_class_sum * g)
     rows = call.cut(Listed(kept.order, kept.length), call.rows)
-    made = _Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 5), up, undo=g.view(1))
+    made = _Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 8), up, undo=g.view(1))
     made.class_sums(up, needs[1])
     grads = _Gradients(call, needs, dtypes)
     classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
@@ -343,7 +345,7 @@ def suits_exponentials(dtype: torch.dtype, indexed: int, want_class_sum: bool, t
     return dtype != torch.float16 and indexed <= 1 and not (want_class_sum and transform)
 
 
-def _factors(call: Call, up: Upstream) -> tuple[Tensor | None, Tensor | None]:
+def _factors(call: Call, up: Upstream, entropy: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
     if call.input.dtype != torch.float16:
         return None, None
-    return normalisation(up, call.class_weight, abs(call.scale) * steepest(decode(call.transform)))
+    return normalisation(up, call.class_weight, abs(call.scale) * steepest(decode(call.transform)), entropy)

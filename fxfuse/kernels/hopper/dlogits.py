@@ -10,20 +10,26 @@ from .schedule import LOG2E, chunk_bounds, left_and_right, logits_of, product_ti
 
 
 @triton.jit
-def _gradient(z, lse, residual, g):
-    """g exp(z - lse)"""
+def _gradient(z, lse, residual, g, g_entropy, entropy):
+    """p (g - g_entropy (log p + entropy)), for log p = z - lse; the entropies may be None."""
     # z - lse is exact where it matters, and only then is the residual not lost beside it.
-    return g * tl.exp2(((z - lse) - residual) * LOG2E)
+    log_p = (z - lse) - residual
+    if g_entropy is not None:
+        g = g - g_entropy * (log_p + entropy)
+    return g * tl.exp2(log_p * LOG2E)
 
 
 @triton.jit
 def gradients_of(
-    z, bias, col, class_weight, lse, residual, g, g_class_sum, there, scale, out_scale, vocab, SCALED: tl.constexpr,
-    TRANSFORM: tl.constexpr,
+    z, bias, col, class_weight, lse, residual, g, g_class_sum, g_entropy, entropy, there, scale, out_scale, vocab,
+    SCALED: tl.constexpr, TRANSFORM: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the logits of products ``z [BM, W]``, 0 in rows that are not ``there``."""
     z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
-    d = _gradient(z, lse[:, None], residual[:, None], g[:, None])
+    if g_entropy is None:
+        d = _gradient(z, lse[:, None], residual[:, None], g[:, None], None, None)
+    else:
+        d = _gradient(z, lse[:, None], residual[:, None], g[:, None], g_entropy[:, None], entropy[:, None])
     if g_class_sum is not None:
         if class_weight is None:
             d += g_class_sum[:, None]
@@ -35,13 +41,14 @@ def gradients_of(
 
 @triton.jit
 def _store_half(
-    dz, z, bias, class_weight, lse, residual, g, g_class_sum, there, scale, out_scale, vocab, tile_row, tile_col,
-    SCALED: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr,
+    dz, z, bias, class_weight, lse, residual, g, g_class_sum, g_entropy, entropy, there, scale, out_scale, vocab,
+    tile_row, tile_col, SCALED: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     col = tile_col + tl.arange(0, WIDTH)
     d = gradients_of(
-        z, bias, col, class_weight, lse, residual, g, g_class_sum, there, scale, out_scale, vocab, SCALED, TRANSFORM
-    )
+        z, bias, col, class_weight, lse, residual, g, g_class_sum, g_entropy, entropy, there, scale, out_scale, vocab,
+        SCALED, TRANSFORM,
+    )  # fmt: skip
     dz.store([tile_row, tile_col], d.to(dz.dtype))
 
 
@@ -58,6 +65,8 @@ def dlogits_kernel(
     residual,  # [N] float32
     g_lse,  # [N] float32
     g_class_sum,  # [N] float32, or None
+    g_entropy,  # [N] float32, or None
+    entropy,  # [N] float32, or None
     normalise,  # [1] float32, or None for 1
     scale,
     chunk,
@@ -95,15 +104,19 @@ def dlogits_kernel(
         g_sum = None
         if g_class_sum is not None:
             g_sum = tl.load(g_class_sum + source, mask=there, other=0.0)
+        row_g_entropy, row_entropy = None, None
+        if g_entropy is not None:
+            row_g_entropy = tl.load(g_entropy + source, mask=there, other=0.0)
+            row_entropy = tl.load(entropy + source, mask=there, other=0.0)
         z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
         left, right = left_and_right(z, BM, BN)
         _store_half(
-            dz, left, bias, class_weight, row_lse, row_residual, g, g_sum, there, scale, out_scale, vocab, tile_row,
-            tile_col, SCALED, TRANSFORM, HALF,
+            dz, left, bias, class_weight, row_lse, row_residual, g, g_sum, row_g_entropy, row_entropy, there, scale,
+            out_scale, vocab, tile_row, tile_col, SCALED, TRANSFORM, HALF,
         )  # fmt: skip
         _store_half(
-            dz, right, bias, class_weight, row_lse, row_residual, g, g_sum, there, scale, out_scale, vocab, tile_row,
-            tile_col + HALF, SCALED, TRANSFORM, HALF,
+            dz, right, bias, class_weight, row_lse, row_residual, g, g_sum, row_g_entropy, row_entropy, there, scale,
+            out_scale, vocab, tile_row, tile_col + HALF, SCALED, TRANSFORM, HALF,
         )  # fmt: skip
 
 
@@ -121,6 +134,8 @@ def correct_kernel(
     g_lse,  # [N] float32
     g_picked,  # [N, K] float32
     g_class_sum,  # [N] float32, or None
+    g_entropy,  # [N] float32, or None
+    entropy,  # [N] float32, or None
     normalise,  # [1] float32, or None for 1
     scale,
     chunk,
@@ -140,6 +155,10 @@ def correct_kernel(
     row_lse = tl.load(lse + source, mask=there, other=0.0)
     row_residual = tl.load(residual + source, mask=there, other=0.0)
     g = tl.load(g_lse + source, mask=there, other=0.0)
+    row_g_entropy, row_entropy = None, None
+    if g_entropy is not None:
+        row_g_entropy = tl.load(g_entropy + source, mask=there, other=0.0)
+        row_entropy = tl.load(entropy + source, mask=there, other=0.0)
     if normalise is not None:
         scale = scale * tl.load(normalise)
     for k in range(indexed):
@@ -147,7 +166,8 @@ def correct_kernel(
         chosen = tl.load(index + at, mask=there, other=-1)
         col = chosen - first_class
         here = there & (col >= 0) & (col < vocab)
-        d = _gradient(tl.load(picked + at, mask=here, other=0.0), row_lse, row_residual, g)
+        z = tl.load(picked + at, mask=here, other=0.0)
+        d = _gradient(z, row_lse, row_residual, g, row_g_entropy, row_entropy)
         for other in range(indexed):
             same = tl.load(index + source * indexed + other, mask=there, other=-1) == chosen
             d += tl.where(same, tl.load(g_picked + source * indexed + other, mask=there, other=0.0), 0.0)
@@ -208,7 +228,7 @@ def scattered_dlogits_kernel(
         row_lse = tl.load(lse + source, mask=there, other=0.0)
         row_residual = tl.load(residual + source, mask=there, other=0.0)
         g = tl.load(g_lse + source, mask=there, other=0.0)
-        d = _gradient(z, row_lse[:, None], row_residual[:, None], g[:, None])
+        d = _gradient(z, row_lse[:, None], row_residual[:, None], g[:, None], None, None)
         for k in range(indexed):
             local = tl.load(index + source * indexed + k, mask=there, other=-1) - tile_col
             local = tl.where((local >= 0) & (local < BN), local, -1).to(tl.int32)

@@ -18,6 +18,7 @@ def list_kernel(
     lse,  # [rows] float32
     picked,  # [rows, K] float32
     class_sum,  # [rows] float32, or None
+    entropy,  # [rows] float32, or None
     index,  # [rows, K] int64
     g_lse,  # [rows] float32, out; None to take ``lse`` and ``picked`` as they are
     g_picked,  # [rows, K] float32, out, or None
@@ -49,6 +50,8 @@ def list_kernel(
         work = work | (g != 0)
         if class_sum is not None:
             work = work | (tl.load(class_sum + row, mask=inside, other=0.0) != 0)
+        if entropy is not None:
+            work = work | (tl.load(entropy + row, mask=inside, other=0.0) != 0)
         if g_lse is not None:
             tl.store(g_lse + row, g, mask=inside)
         flag = (work & inside).to(tl.int32)

@@ -2,7 +2,8 @@
 
 Each program walks a lane of the vocabulary for a block of rows and keeps, per row, the maximum m and the sum s of
 exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The lanes of a row are merged by rescaling each s to the
-common maximum, as flash-decoding merges parts of a sequence, so one row can use the whole device.
+common maximum, as flash-decoding merges parts of a sequence, so one row can use the whole device. For the entropy there
+is the sum t of (z - m) exp(z - m) too, as in the general ``kernels.stats``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..stats import finite_or_zero, rescale
+from ..stats import LAST, finite_or_zero, first_best, rescale, rescaled_moment
 from .schedule import LOG2E, chunk_bounds, exponent, log_of_sum, logits_of, product_tile
 
 
@@ -32,11 +33,25 @@ def class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB: tl.constexpr, TRANSFOR
 
 
 @triton.jit
-def online(z, m, s):
-    """The maximum and the sum of a row after another tile of its logits."""
+def online(z, m, s, t, argmax, col, vocab, EVEN_VOCAB: tl.constexpr, MOMENT: tl.constexpr, ARGMAX: tl.constexpr):
+    """The maximum and the sum of a row after another tile of its logits; the sum t and the class of the maximum, if
+    these are wanted.
+    """
     # A NaN is no maximum, but makes its row's sum NaN.
-    m_new = tl.maximum(m, tl.max(z, 1))
-    return m_new, s * rescale(m, m_new) + tl.sum(tl.exp2(exponent(z, (finite_or_zero(m_new) * LOG2E)[:, None])), 1)
+    tile_max = tl.max(z, 1)
+    m_new = tl.maximum(m, tile_max)
+    shift = finite_or_zero(m_new)
+    e = tl.exp2(exponent(z, (shift * LOG2E)[:, None]))
+    if MOMENT:
+        terms = e * (z - shift[:, None])
+        if not EVEN_VOCAB:  # past the vocabulary it is 0 * -inf
+            terms = tl.where((col < vocab)[None, :], terms, 0.0)
+        t = rescaled_moment(t, s, m, m_new) + tl.sum(terms, 1)
+    tile_sum = tl.sum(e, 1)
+    if ARGMAX:
+        better = (s == s) & ((tile_sum != tile_sum) | (tile_max > m))
+        argmax = tl.where(better, first_best(z, tile_max, tile_sum, col), argmax)
+    return m_new, s * rescale(m, m_new) + tile_sum, t, argmax
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "programs"])
@@ -49,6 +64,8 @@ def stats_kernel(
     part_max,  # [row blocks, lanes, BM] float32, out: at most [programs, BM]
     part_sum,  # the same
     part_class_sum,  # the same, or None
+    part_moment,  # the same, or None: the sums t
+    part_argmax,  # the same in int32, or None
     scale,
     chunk,
     most,
@@ -75,6 +92,8 @@ def stats_kernel(
     tile_row = row_block * BM
     m = tl.full((BM,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BM,), dtype=tl.float32)
+    t = tl.zeros((BM,), dtype=tl.float32)
+    argmax = tl.zeros((BM,), dtype=tl.int32) + lane * BN
     class_sum = tl.zeros((BM,), dtype=tl.float32)
     for column in tl.range(lane, columns, lanes, flatten=FLATTEN):
         tile_col = column * BN
@@ -85,13 +104,19 @@ def stats_kernel(
             class_sum += class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
         if not EVEN_VOCAB:
             z = tl.where((col < vocab)[None, :], z, float("-inf"))
-        m, s = online(z, m, s)
+        m, s, t, argmax = online(
+            z, m, s, t, argmax, col, vocab, EVEN_VOCAB, part_moment is not None, part_argmax is not None
+        )
 
     part = (row_block * lanes + lane) * BM + tl.arange(0, BM)
     tl.store(part_max + part, m)
     tl.store(part_sum + part, s)
     if part_class_sum is not None:
         tl.store(part_class_sum + part, class_sum)
+    if part_moment is not None:
+        tl.store(part_moment + part, t)
+    if part_argmax is not None:
+        tl.store(part_argmax + part, argmax)
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "vocab", "indexed", "programs"])
@@ -99,6 +124,8 @@ def merge_kernel(
     part_max,  # [row blocks, lanes * PARTS, BM] float32
     part_sum,
     part_class_sum,  # or None
+    part_moment,  # or None
+    part_argmax,  # int32, or None
     index,  # [N, K] int64
     order,  # [N] int32
     length,  # [1] int32
@@ -107,6 +134,9 @@ def merge_kernel(
     picked,  # [N, K] float32
     log_prob,  # [N, K] float32, out
     class_sum,  # [N] float32, out, or None
+    entropy,  # [N] float32, out, or None
+    top,  # [N] float32, out, or None
+    argmax,  # [N] int64, out, or None
     chunk,
     most,
     vocab,
@@ -137,12 +167,17 @@ def merge_kernel(
 
     s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    t = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     for first in range(0, lanes, BLOCK_LANES):
         lane = first + tl.arange(0, BLOCK_LANES)
         part = lane[:, None] * BM + first_part[None, :]
         inside = (lane < lanes)[:, None] & there[None, :]
         their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))
-        s += tl.sum(tl.load(part_sum + part, mask=inside, other=0.0) * rescale(their_m, m[None, :]), 0)
+        their_s = tl.load(part_sum + part, mask=inside, other=0.0)
+        s += tl.sum(their_s * rescale(their_m, m[None, :]), 0)
+        if entropy is not None:
+            their_t = tl.load(part_moment + part, mask=inside, other=0.0)
+            t += tl.sum(rescaled_moment(their_t, their_s, their_m, m[None, :]), 0)
         if class_sum is not None:
             weighted += tl.sum(tl.load(part_class_sum + part, mask=inside, other=0.0), 0)
 
@@ -155,6 +190,20 @@ def merge_kernel(
     tl.store(lse + source, row_lse, mask=there)
     if class_sum is not None:
         tl.store(class_sum + source, weighted, mask=there)
+    if entropy is not None:
+        tl.store(entropy + source, log_sum - t / s, mask=there)
+    if argmax is not None:
+        best = tl.full((BLOCK_ROWS,), LAST, dtype=tl.int32)
+        for first in range(0, lanes, BLOCK_LANES):
+            lane = first + tl.arange(0, BLOCK_LANES)
+            part = lane[:, None] * BM + first_part[None, :]
+            inside = (lane < lanes)[:, None] & there[None, :]
+            their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))
+            their_s = tl.load(part_sum + part, mask=inside, other=0.0)
+            largest = tl.where((s != s)[None, :], their_s != their_s, their_m == m[None, :])
+            best = tl.minimum(best, tl.min(tl.load(part_argmax + part, mask=inside & largest, other=LAST), 0))
+        tl.store(top + source, tl.where(s != s, s, m), mask=there)
+        tl.store(argmax + source, best.to(tl.int64), mask=there)
     for k in range(indexed):
         at = source * indexed + k
         chosen = tl.load(index + at, mask=there, other=-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor
 
 from ....ops.contract import Upstream
@@ -96,7 +98,8 @@ class GradientsOfLogits(Statistics):
         )
         # Where there are no bad rows, these launches find that out.
         again = Rows(bad.order, bad.length[chunk], rows.most, 1)
-        self.stats_of(again, 0, bad.gathered, out, False)
+        # Class sums are linear, and have been made.
+        self.stats_of(again, 0, bad.gathered, dataclasses.replace(out, class_sum=self.empty(0)))
         tile = tiles.described("dlogits", self.input, turns=False)
         launcher.launch(
             self.signature,
@@ -157,6 +160,8 @@ class GradientsOfLogits(Statistics):
             stats.residual,
             up.lse,
             up.class_sum,
+            up.entropy,
+            stats.entropy if up.entropy is not None else None,
             normalise,
             self.scale,
             chunk,
@@ -184,6 +189,8 @@ class GradientsOfLogits(Statistics):
                 up.lse,
                 up.picked,
                 up.class_sum,
+                up.entropy,
+                stats.entropy if up.entropy is not None else None,
                 normalise,
                 self.scale,
                 chunk,

@@ -30,7 +30,7 @@ class Lists(Described):
             self.signature,
             list_kernel,
             (1,),
-            given.lse, given.picked, given.class_sum, self.index, made.lse, made.picked, *listed,
+            given.lse, given.picked, given.class_sum, given.entropy, self.index, made.lse, made.picked, *listed,
             self.rows, self.index.shape[1], BLOCK=list_block(self.rows), num_warps=16,
         )  # fmt: skip
         return listed

@@ -37,13 +37,16 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass
 class Stats:
-    """The statistics of the contract, which kernels fill in row by row."""
+    """The statistics of the contract, which kernels fill in row by row; of no rows those that are not asked for."""
 
     lse: Tensor
     residual: Tensor
     picked: Tensor
     log_prob: Tensor
     class_sum: Tensor
+    entropy: Tensor
+    top: Tensor
+    argmax: Tensor
 
 
 class Bad(NamedTuple):
@@ -129,18 +132,24 @@ class Described(Operands):
         each = tiles.window(self.vocab, most, columns, tile.rows, self.programs * tile.slots)
         return [slice(at, min(at + each, self.vocab)) for at in range(0, self.vocab, each)]
 
-    def no_stats(self, want_class_sum: bool, together: bool = False) -> Stats:
+    def no_stats(
+        self, want_class_sum: bool, want_entropy: bool = False, want_top: bool = False, together: bool = False
+    ) -> Stats:
         """Zeros, which is what rows that are not listed have; ``together`` in one allocation."""
-        shapes = [(self.rows,), (self.rows,), self.index.shape, self.index.shape, (self.rows if want_class_sum else 0,)]
+        of_rows, of_index = (self.rows,), self.index.shape
+        optional = ((self.rows if wanted else 0,) for wanted in (want_class_sum, want_entropy, want_top))
+        argmax = torch.zeros(self.rows if want_top else 0, dtype=torch.int64, device=self.input.device)
+        shapes = [of_rows, of_rows, of_index, of_index, *optional]
         if not together:
-            return Stats(*(torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes))
+            zeros = (torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes)
+            return Stats(*[*zeros, argmax])
         sizes = [tiles.cdiv(math.prod(shape), 64) * 64 for shape in shapes]
         all_of_it = torch.zeros(sum(sizes), dtype=torch.float32, device=self.input.device)
         parts, start = [], 0
         for shape, size in zip(shapes, sizes, strict=True):
             parts.append(all_of_it.as_strided(shape, (1,) if len(shape) == 1 else (shape[1], 1), start))
             start += size
-        return Stats(*parts)
+        return Stats(*[*parts, argmax])
 
     def no_bad(self, rows: Rows, gathered: Tensor) -> Bad:
         return Bad(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ....ops.contract import Upstream
@@ -25,22 +26,24 @@ class Statistics(Lists):
         even = next(b for b in range(min(blocks, programs), 0, -1) if programs % b == 0)
         return self.whole_blocks(min(even, needed) * tile.rows)
 
-    def stats(self, listed: Listed, out: Stats, want_class_sum: bool) -> None:
+    def stats(self, listed: Listed, out: Stats) -> None:
         """The statistics of the listed rows."""
         rows = self.cut(listed, self.stats_chunk())
         self.pick(listed, out.picked)
         gathered = self.empty(rows.most, self.hidden, dtype=self.input.dtype)
         for chunk in range(rows.chunks):
             self.gather(rows, chunk, gathered)
-            self.stats_of(rows, chunk, gathered, out, want_class_sum)
+            self.stats_of(rows, chunk, gathered, out)
 
-    def stats_of(self, rows: Rows, chunk: int, gathered: Tensor, out: Stats, want_class_sum: bool) -> None:
+    def stats_of(self, rows: Rows, chunk: int, gathered: Tensor, out: Stats) -> None:
         tile = tiles.described("stats", self.input)
         most = rows.most
         programs = max(self.programs * tile.slots, most // tile.rows)
         each = 2 if tile.takes_turns else 1  # parts that a program makes
-        parts = self.empty(3 if want_class_sum else 2, programs * each * tile.rows)
-        part_class_sum = parts[2] if want_class_sum else None
+        optional = class_sum, entropy, top = [t if t.numel() else None for t in (out.class_sum, out.entropy, out.top)]
+        parts = iter(self.empty(2 + 3 - optional.count(None), programs * each * tile.rows))
+        part_max, part_sum = next(parts), next(parts)
+        part_class_sum, part_moment, part_argmax = (None if t is None else next(parts) for t in optional)
         options = self.launch_options(tile)
         del options["GROUP"]
         launcher.launch(
@@ -52,9 +55,11 @@ class Statistics(Lists):
             self.bias,
             rows.length,
             self.class_weight,
-            parts[0],
-            parts[1],
+            part_max,
+            part_sum,
             part_class_sum,
+            part_moment,
+            None if part_argmax is None else part_argmax.view(torch.int32),
             self.scale,
             chunk,
             most,
@@ -69,9 +74,11 @@ class Statistics(Lists):
             self.signature,
             merge_kernel,
             (tiles.cdiv(most, 16),),
-            parts[0],
-            parts[1],
+            part_max,
+            part_sum,
             part_class_sum,
+            part_moment,
+            None if part_argmax is None else part_argmax.view(torch.int32),
             self.index,
             rows.order,
             rows.length,
@@ -79,7 +86,10 @@ class Statistics(Lists):
             out.residual,
             out.picked,
             out.log_prob,
-            out.class_sum if want_class_sum else None,
+            class_sum,
+            entropy,
+            top,
+            None if top is None else out.argmax,
             chunk,
             most,
             self.vocab,

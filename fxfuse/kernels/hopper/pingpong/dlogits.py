@@ -15,10 +15,10 @@ from .ring import BLOCK, half, multiply, ring_of_logits
 
 @gluon.jit
 def _make(
-    dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, normalise, scale, chunk, most, vocab,
-    hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, WARPGROUP: gl.constexpr, SCALED: gl.constexpr,
-    TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
+    dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, g_entropy, entropy, normalise, scale,
+    chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, WARPGROUP: gl.constexpr,
+    SCALED: gl.constexpr, TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     start, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
     row_blocks = gl.cdiv(rows, BLOCK)
@@ -41,6 +41,11 @@ def _make(
         g_sum = None
         if g_class_sum is not None:
             g_sum = gl.load(g_class_sum + source, mask=there, other=0.0)
+        row_g_entropy = None
+        row_entropy = None
+        if g_entropy is not None:
+            row_g_entropy = gl.load(g_entropy + source, mask=there, other=0.0)
+            row_entropy = gl.load(entropy + source, mask=there, other=0.0)
         z = multiply(
             x_tiles, w_tiles, full, empty, turn, round, (2 * round + WARPGROUP) * steps, steps, True, not TRANSPOSED,
             WARPGROUP, STAGES,
@@ -50,8 +55,8 @@ def _make(
             tile_col = column * BLOCK + i * HALF
             col = tile_col + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
             d = gradients_of(
-                half(z, i == 1), bias, col, class_weight, row_lse, row_residual, g, g_sum, there, scale, out_scale,
-                vocab, SCALED, TRANSFORM,
+                half(z, i == 1), bias, col, class_weight, row_lse, row_residual, g, g_sum, row_g_entropy, row_entropy,
+                there, scale, out_scale, vocab, SCALED, TRANSFORM,
             )  # fmt: skip
             store_half(dz, d, staged.index(2 * WARPGROUP + i), row_block * BLOCK, tile_col)
     tma.store_wait(0)
@@ -70,6 +75,8 @@ def dlogits_kernel(
     residual,
     g_lse,
     g_class_sum,
+    g_entropy,
+    entropy,
     normalise,
     scale,
     chunk,
@@ -90,14 +97,14 @@ def dlogits_kernel(
     gl.warp_specialize(
         [
             (_make, (
-                dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, normalise, scale, chunk, most,
-                vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 0, SCALED, TRANSFORM, TRANSPOSED,
-                BK, GROUP, STAGES, ROWS,
+                dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, g_entropy, entropy, normalise,
+                scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 0, SCALED,
+                TRANSFORM, TRANSPOSED, BK, GROUP, STAGES, ROWS,
             )),
             (_make, (
-                dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, normalise, scale, chunk, most,
-                vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 1, SCALED, TRANSFORM, TRANSPOSED,
-                BK, GROUP, STAGES, ROWS,
+                dz, bias, order, length, class_weight, lse, residual, g_lse, g_class_sum, g_entropy, entropy, normalise,
+                scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 1, SCALED,
+                TRANSFORM, TRANSPOSED, BK, GROUP, STAGES, ROWS,
             )),
             (load_blocks, (
                 x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,

@@ -35,8 +35,8 @@ def _load(
 
 @gluon.jit
 def _see(
-    z, m, s, class_sum, bias, class_weight, part_class_sum, first, scale, vocab, SCALED: gl.constexpr,
-    TRANSFORM: gl.constexpr, EVEN_VOCAB: gl.constexpr,
+    z, m, s, t, argmax, class_sum, bias, class_weight, part_class_sum, first, scale, vocab, SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr, EVEN_VOCAB: gl.constexpr, MOMENT: gl.constexpr, ARGMAX: gl.constexpr,
 ):  # fmt: skip
     """The statistics of a row after these products, at the classes from ``first`` on."""
     width: gl.constexpr = z.shape[1]
@@ -52,19 +52,24 @@ def _see(
         z = gl.where((col < vocab)[None, :], z, float("-inf"))
     m = gl.convert_layout(m, of_rows, assert_trivial=True)
     s = gl.convert_layout(s, of_rows, assert_trivial=True)
-    m, s = online(z, m, s)
+    t = gl.convert_layout(t, of_rows, assert_trivial=True)
+    argmax = gl.convert_layout(argmax, of_rows, assert_trivial=True)
+    m, s, t, argmax = online(z, m, s, t, argmax, col, vocab, EVEN_VOCAB, MOMENT, ARGMAX)
     return (
         gl.convert_layout(m, by_row, assert_trivial=True),
         gl.convert_layout(s, by_row, assert_trivial=True),
+        gl.convert_layout(t, by_row, assert_trivial=True),
+        gl.convert_layout(argmax, by_row, assert_trivial=True),
         class_sum,
     )
 
 
 @gluon.jit
 def _walk(
-    bias, length, class_weight, part_max, part_sum, part_class_sum, scale, chunk, most, vocab, hidden, programs,
-    x_tiles, w_tiles, full, empty, turn, WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSFORM: gl.constexpr,
-    TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, chunk, most, vocab,
+    hidden, programs, x_tiles, w_tiles, full, empty, turn, WARPGROUP: gl.constexpr, SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -72,6 +77,8 @@ def _walk(
     steps = gl.cdiv(hidden, BK)
     m = gl.full([BLOCK], float("-inf"), gl.float32, by_row)
     s = gl.zeros([BLOCK], gl.float32, by_row)
+    t = gl.zeros([BLOCK], gl.float32, by_row)
+    argmax = gl.zeros([BLOCK], gl.int32, by_row) + (lane + WARPGROUP * lanes) * BLOCK
     class_sum = gl.zeros([BLOCK], gl.float32, by_row)
     round = 0
     for column in range(lane + WARPGROUP * lanes, columns, 2 * lanes):
@@ -80,15 +87,16 @@ def _walk(
             WARPGROUP, STAGES,
         )  # fmt: skip
         round += 1  # noqa: SIM113
-        # A transform needs registers: by halves, which takes twice the reductions over columns.
-        HALVES: gl.constexpr = 1 if TRANSFORM == "" else 2
+        # What is more than a sum needs registers: by halves, which takes twice the reductions over columns.
+        HALVES: gl.constexpr = 1 if TRANSFORM == "" and part_moment is None and part_argmax is None else 2
         for i in gl.static_range(HALVES):
             part_of_z = z
             if HALVES == 2:
                 part_of_z = half(z, i == 1)
-            m, s, class_sum = _see(
-                part_of_z, m, s, class_sum, bias, class_weight, part_class_sum, column * BLOCK + i * (BLOCK // 2),
-                scale, vocab, SCALED, TRANSFORM, EVEN_VOCAB,
+            m, s, t, argmax, class_sum = _see(
+                part_of_z, m, s, t, argmax, class_sum, bias, class_weight, part_class_sum,
+                column * BLOCK + i * (BLOCK // 2), scale, vocab, SCALED, TRANSFORM, EVEN_VOCAB, part_moment is not None,
+                part_argmax is not None,
             )  # fmt: skip
 
     # Two parts a lane: this warpgroup's is one of them.
@@ -98,6 +106,10 @@ def _walk(
     gl.store(part_sum + part, s, mask=some)
     if part_class_sum is not None:
         gl.store(part_class_sum + part, class_sum, mask=some)
+    if part_moment is not None:
+        gl.store(part_moment + part, t, mask=some)
+    if part_argmax is not None:
+        gl.store(part_argmax + part, argmax, mask=some)
 
 
 @gluon.jit(do_not_specialize=["chunk", "most", "programs"])
@@ -110,6 +122,8 @@ def stats_kernel(
     part_max,  # [row blocks, lanes, 2, 128] float32, out: at most [programs, 2, 128]
     part_sum,  # the same
     part_class_sum,  # the same, or None
+    part_moment,  # the same, or None
+    part_argmax,  # the same in int32, or None
     scale,
     chunk,
     most,
@@ -128,14 +142,14 @@ def stats_kernel(
     gl.warp_specialize(
         [
             (_walk, (
-                bias, length, class_weight, part_max, part_sum, part_class_sum, scale, chunk, most, vocab, hidden,
-                programs, x_tiles, w_tiles, full, empty, turn, 0, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, STAGES,
-                ROWS,
+                bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, chunk,
+                most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, 0, SCALED, TRANSFORM, TRANSPOSED,
+                EVEN_VOCAB, BK, STAGES, ROWS,
             )),
             (_walk, (
-                bias, length, class_weight, part_max, part_sum, part_class_sum, scale, chunk, most, vocab, hidden,
-                programs, x_tiles, w_tiles, full, empty, turn, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, STAGES,
-                ROWS,
+                bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, chunk,
+                most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, 1, SCALED, TRANSFORM, TRANSPOSED,
+                EVEN_VOCAB, BK, STAGES, ROWS,
             )),
             (_load, (
                 x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
