@@ -190,8 +190,7 @@ class _Exponentials:
             return
         call = self.call
         self.rank_one = up.class_sum, self.kept.row_sum * call.scale
-        if call.bias is not None:
-            self.bias_sum = (call.bias.float() * (1.0 if call.class_weight is None else call.class_weight)).sum()
+        self.bias_sum = call.bias_sum()
         if need_weight:
             self.weight_row = call.weighted_sum(call.input, up.class_sum) * call.scale
 

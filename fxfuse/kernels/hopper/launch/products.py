@@ -203,24 +203,3 @@ class Products(Described):
             BLOCK=block,
             ROWS=self.row_block,
         )
-
-    def weighted_sum(self, matrix: Tensor, weights: Tensor | None) -> Tensor:
-        """``sum_i weights_i matrix_i``, ``[D]`` float32; a weight of 0 silences whatever its row holds."""
-        rows, hidden = matrix.shape
-        strips = max(1, min(64, rows // 64))
-        parts = self.empty(strips, hidden)
-        launcher.launch(
-            (self.signature, matrix.shape, matrix.stride()),
-            products.weighted_sum_kernel,
-            (tiles.cdiv(hidden, 128), strips),
-            matrix,
-            weights,
-            parts,
-            rows,
-            tiles.cdiv(rows, strips),
-            hidden,
-            *matrix.stride(),
-            BLOCK_ROWS=32,
-            BLOCK=128,
-        )
-        return parts.sum(0)
