@@ -14,6 +14,7 @@ from operator import getitem
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .reasons import Reason
@@ -78,6 +79,14 @@ class RowOp:
         args = map_leaves(lambda arg: hidden if arg is HIDDEN else arg, self.args)
         return emit(self.function, hidden_states, *args)
 
+    def on_column(self, emit: Emit, column: Handle) -> Handle:
+        """The same of a tensor with one number for each row, ``[*rows, 1]``."""
+        return self.replay(emit, column, 1)
+
+    def hidden_after(self, hidden: int) -> int:
+        """The size of the class axis of what ``replay`` returns."""
+        return hidden
+
     def key(self) -> Any:
         return self.function, key_of(self.args)
 
@@ -93,6 +102,10 @@ class Join(RowOp):
         parts, dim = self.args
         return emit(self.function, [part.hidden_states(emit) for part in parts], dim)
 
+    def hidden_after(self, hidden: int) -> int:
+        parts, _ = self.args
+        return parts[0].hidden
+
     def key(self) -> Any:
         parts, dim = self.args
         return self.function, tuple((part.head, part.row_key(whole=True)) for part in parts), dim
@@ -100,6 +113,59 @@ class Join(RowOp):
     def map(self, function: Callable[[Handle], Handle]) -> Join:
         parts, dim = self.args
         return replace(self, args=(tuple(part.map(function) for part in parts), dim))
+
+
+def with_column(hidden: int) -> int:
+    """The size of rows of ``hidden`` numbers with a column more: a multiple of 8, which kernels of products want."""
+    return (hidden // 8 + 1) * 8
+
+
+@dataclass(frozen=True)
+class Extension(RowOp):
+    """A column of ones beside the hidden states, and zeros: ``args`` is the class axis, counted from the end.
+
+    With the bias as a column of the weight (the class operation "extend"), what is done to rows is done to the bias
+    too: ``(x @ w.T + b) / t`` is the product of ``(x, 1) / t`` and ``(w, b)``. It costs a copy of the weight, which
+    the backward needs as well.
+    """
+
+    def replay(self, emit: Emit, hidden_states: Handle, hidden: int) -> Handle:
+        behind = (0, 0) * (-1 - self.args[0])
+        ones = emit(F.pad, hidden_states, (*behind, 0, 1), value=1.0)
+        more = with_column(hidden) - hidden - 1
+        return emit(F.pad, ones, (*behind, 0, more)) if more else ones
+
+    def on_column(self, emit: Emit, column: Handle) -> Handle:
+        return column
+
+    def hidden_after(self, hidden: int) -> int:
+        return with_column(hidden)
+
+
+@dataclass(frozen=True)
+class RowShift:
+    """A number for each row, which is added to all logits of it: ``factor`` times ``handle``.
+
+    Attributes:
+        axis, since: of the classes, and how many row operations had been done, when it was added.
+    """
+
+    handle: Handle
+    factor: float
+    axis: int
+    since: int
+
+    def column(self, emit: Emit, hidden_states: Handle, later: Sequence[RowOp]) -> Handle:
+        """``[*rows, 1]`` from the hidden states that it was added to, and the row operations since."""
+        like = emit(torch.narrow, hidden_states, self.axis, 0, 1)
+        handle = emit(torch.Tensor.expand_as, self.handle, like)
+        handle = handle if self.factor == 1.0 else emit(torch.mul, handle, self.factor)
+        for op in later:
+            handle = op.on_column(emit, handle)
+        return handle
+
+    def key(self) -> Any:
+        return key_of((self.handle, self.factor, self.axis, self.since))
 
 
 @dataclass(frozen=True)
@@ -167,6 +233,13 @@ def _fill(
     return emit(torch.masked_fill, weight, column, 0.0), emit(torch.masked_fill, bias, mask, value)
 
 
+def _extend(emit: Emit, weight: Handle, bias: Handle) -> tuple[Handle, None]:
+    """The bias as a column of the weight, and zeros; see ``Extension``."""
+    vocab, hidden = emit.example(weight).shape
+    zeros = emit(torch.Tensor.new_zeros, weight, (vocab, with_column(hidden) - hidden - 1))
+    return emit(torch.cat, [weight, emit(torch.unsqueeze, bias, 1), zeros], 1), None
+
+
 def _wide(emit: Emit, weight: Handle) -> torch.dtype:
     """What a bias is kept in: a mask or a constant for each class may not fit 16 bits."""
     return torch.float64 if emit.example(weight).dtype == torch.float64 else torch.float32
@@ -178,6 +251,7 @@ CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "scale_bias": _scale_bias,
     "shift": _shift,
     "fill": _fill,
+    "extend": _extend,
 }
 
 
@@ -217,7 +291,7 @@ class ClassTensor:
         row_ops: what was done to the rows since the projection.
         shape: its shape in the program; ``shape[class_dim]`` is the number of classes.
         class_ops: what was done to the classes since the projection.
-        scale, transform: the logits are ``transform(scale * (input @ weight.T + bias))``.
+        scale, transform, row_shifts: the logits are ``transform(scale * (input @ weight.T + bias)) + row_shifts``.
         factor: what it is multiplied by in the end; 1 for logits.
         dtype: its dtype in the program.
         requires_grad: False where a ``detach`` or ``no_grad`` cut it off from its operands.
@@ -233,6 +307,7 @@ class ClassTensor:
     class_ops: tuple[ClassOp, ...] = ()
     scale: float = 1.0
     transform: Transform = ()
+    row_shifts: tuple[RowShift, ...] = ()
     factor: float = 1.0
     trail: tuple[str, ...] = ()
 
@@ -242,16 +317,39 @@ class ClassTensor:
         return next((op.count for op in reversed(self.class_ops) if op.count is not None), self.head.vocab)
 
     @property
-    def is_linear(self) -> bool:
-        """Whether the logits are linear in the hidden states, without a constant."""
-        return self.head.bias is None and not self.transform and not any(op.shifts for op in self.class_ops)
-
-    def hidden_states(self, emit: Emit) -> Handle:
-        """The hidden states with the row operations replayed, D in V's place."""
-        handle = self.head.input
+    def hidden(self) -> int:
+        """The size of the hidden states after the row operations."""
+        hidden = self.head.hidden
         for op in self.row_ops:
-            handle = op.replay(emit, handle, self.head.hidden)
+            hidden = op.hidden_after(hidden)
+        return hidden
+
+    @property
+    def since_extension(self) -> tuple[ClassOp, ...]:
+        """The class operations after the last that made the bias a part of the weight; all, if there is none."""
+        last = max((i for i, op in enumerate(self.class_ops) if op.name == "extend"), default=-1)
+        return self.class_ops[last + 1 :]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added to the product."""
+        ops = self.since_extension
+        return any(op.shifts for op in ops) or (self.head.bias is not None and len(ops) == len(self.class_ops))
+
+    def hidden_states(self, emit: Emit, count: int | None = None) -> Handle:
+        """The hidden states with the row operations replayed, or the first ``count`` of these, D in V's place."""
+        handle, hidden = self.head.input, self.head.hidden
+        for op in self.row_ops[:count]:
+            handle, hidden = op.replay(emit, handle, hidden), op.hidden_after(hidden)
         return handle
+
+    def row_shift(self, emit: Emit) -> Handle | None:
+        """What is added to all logits of a row in the end, ``[*rows, 1]``."""
+        total = None
+        for shift in self.row_shifts:
+            column = shift.column(emit, self.hidden_states(emit, shift.since), self.row_ops[shift.since :])
+            total = column if total is None else emit(torch.add, total, column)
+        return total
 
     def classes(self, emit: Emit) -> tuple[Handle, Handle | None]:
         """The weight ``[V, D]`` and the bias ``[V]`` with the class operations replayed."""
@@ -276,7 +374,8 @@ class ClassTensor:
     def map(self: C, function: Callable[[Handle], Handle]) -> C:
         """The same with ``function`` of every argument of its row and class operations in its place."""
         rows, classes = tuple(op.map(function) for op in self.row_ops), tuple(op.map(function) for op in self.class_ops)
-        return replace(self, row_ops=rows, class_ops=classes)
+        shifts = tuple(replace(shift, handle=function(shift.handle)) for shift in self.row_shifts)
+        return replace(self, row_ops=rows, class_ops=classes, row_shifts=shifts)
 
     def row_key(self, whole: bool = False) -> tuple[Any, ...]:
         """Equal for tensors whose flattened rows are the same rows in the same order; ``whole``: in the same shape."""
@@ -286,7 +385,8 @@ class ClassTensor:
 
     def logits_key(self) -> tuple[Any, ...]:
         """Equal for tensors that are made of equal rows by equal logits."""
-        return tuple(op.key() for op in self.class_ops), self.scale, self.transform
+        shifts = tuple(shift.key() for shift in self.row_shifts)
+        return tuple(op.key() for op in self.class_ops), self.scale, self.transform, shifts
 
 
 class Logits(ClassTensor):
@@ -328,7 +428,7 @@ class OneOfEach(ClassTensor):
         """The class of each row, in the shape of the tensor but with one class."""
         handle = emit(torch.unsqueeze, self.hot, self.axis)
         for op in self.row_ops[self.since :]:
-            handle = op.replay(emit, handle, 1)
+            handle = op.on_column(emit, handle)
         return handle
 
 

@@ -27,7 +27,7 @@ from .algebra import ClassTensor, Head, Logits, Reader, Statistics
 from .eager import EMIT, dense, pull_back
 from .lazy import Origin, State
 from .operands import Operands
-from .passes import class_sum, compute, operands_of, statistics
+from .passes import class_sum, compute, finished, operands_of, statistics
 from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
@@ -356,10 +356,12 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
             if len({id(t._deferred.origin) for t in deferred}) > 1:
                 call.keep("unknown_reader", f"{name} of logits of several calls")
             if isinstance(readers[0], ClassTensor):
+                frozen = {id(handle) for t in deferred for handle in _description(t).handles()}
                 for outcome, made in outcomes_of(call, result):
                     if made is not deferred[0]:
                         assert isinstance(outcome, ClassTensor)
-                        _describe(made, outcome.map(_frozen))
+                        # One tensor is to stay one: what is made of equal logits shows by that.
+                        _describe(made, outcome.map(lambda handle: handle if id(handle) in frozen else _frozen(handle)))
                         made._deferred.calls = calls
                 return out
         if compat.in_checkpoint():
@@ -508,7 +510,7 @@ def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -
     more = reader.index is not None or reader.want_entropy or reader.want_top
     if known is not None and not more and not (reader.want_class_sum and source.transform):
         total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
-        results = [reader.finish(EMIT, Statistics(known, class_sum=total), None)]
+        results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
     elif reader.coefficients is None:
         results, lse = statistics(EMIT, readers, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows

@@ -47,6 +47,9 @@ def dense(value: ClassTensor) -> Tensor:
             z = F.linear(rows, weight, None if bias is None else bias.to(head.dtype))
         if value.scale != 1.0 or value.transform or not isinstance(value, Logits):
             z = transform.apply(value.transform, z.to(acc) * value.scale)
+        shift = value.row_shift(EMIT)
+        if shift is not None:
+            z = z.to(acc) + (shift if last else shift.movedim(value.class_dim, -1)).to(acc)
         if not isinstance(value, Logits):
             z = _FROM_LOGITS[type(value)](z) * value.factor
     z = z.to(value.dtype)

@@ -18,8 +18,10 @@ from .algebra import (
     Handle,
     Logits,
     LogProbs,
+    OneOfEach,
     Reader,
     Statistics,
+    WeighedLogits,
     Whole,
     with_offset,
 )
@@ -55,17 +57,17 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
     """
     source = readers[0].source
-    prepared = operands_of(emit, source)
     if isinstance(readers[0], Whole):
-        return WHOLE, [_whole(emit, readers[0], prepared, memory)]
+        return WHOLE, [_whole(emit, readers[0], _level(emit, source), memory)]
     if isinstance(source, Comparison):
-        return _comparison(emit, readers[0], source, prepared, memory)
+        return _comparison(emit, readers[0], source, memory)
+    prepared = operands_of(emit, source)
     if all(map(_only_sums, readers)) and not source.transform:
         stats = Statistics(class_sum=class_sum(emit, prepared, source))
-        return WITHOUT_LOGITS, [reader.finish(emit, stats, None) for reader in readers]
+        return WITHOUT_LOGITS, [finished(emit, reader, stats, None) for reader in readers]
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in prepared]
     if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
-        variant, result = _loss(emit, readers[0], prepared, needs)
+        variant, result = _loss(emit, readers[0], _level(emit, source), needs)
         return variant, [result]
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
 
@@ -138,14 +140,12 @@ def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int)
     return out if last else emit(torch.movedim, out, -1, source.class_dim)
 
 
-def _comparison(
-    emit: Emit, reader: Reader, source: Comparison, operands: tuple[Handle, ...], memory: int
-) -> tuple[str, list[Handle]]:
+def _comparison(emit: Emit, reader: Reader, source: Comparison, memory: int) -> tuple[str, list[Handle]]:
     teacher = source.teacher
     assert teacher is not None
     # Where nothing flows to what is compared, nothing flows to the teacher.
     teacher = teacher if source.requires_grad else replace(teacher, requires_grad=False)
-    others = operands_of(emit, teacher)
+    operands, others = _level(emit, source), _level(emit, teacher)
     options = {"transform": encode(source.transform), "teacher_transform": encode(teacher.transform), "memory": memory}
     options = {name: value for name, value in options.items() if value}
     out = emit(ops.linear_divergence, *operands, source.scale, *others, teacher.scale, **options)
@@ -174,11 +174,71 @@ def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle
     if source.class_dim != len(source.shape) - 1:
         rows = emit(torch.movedim, rows, source.class_dim, -1)
     weight, bias = source.classes(emit)
-    shifted = any(op.shifts for op in source.class_ops)
+    shifted = any(op.shifts for op in source.since_extension)
     return (
-        ready(emit(torch.reshape, rows, (-1, head.hidden)), head.dtype),
+        ready(emit(torch.reshape, rows, (-1, source.hidden)), head.dtype),
         ready(weight, head.dtype),
         ready(bias, acc_dtype(head.dtype) if shifted else head.dtype),
+    )
+
+
+def _row_shift(emit: Emit, source: ClassTensor) -> Handle | None:
+    """What is added to all logits of each row in the end, ``[N]`` in the accumulation dtype; None if nothing is."""
+    shift = source.row_shift(emit)
+    if shift is None:
+        return None
+    if source.class_dim != len(source.shape) - 1:
+        shift = emit(torch.movedim, shift, source.class_dim, -1)
+    shift = emit(torch.Tensor.to, emit(torch.reshape, shift, (-1,)), acc_dtype(source.head.dtype))
+    return shift if source.requires_grad else emit(torch.detach, shift)
+
+
+def _level(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle]:
+    """The operands of what a shift of all logits of a row does not change.
+
+    Where that is not finite everything of the row is NaN, and its gradient is zero, as nothing of it is there.
+    """
+    input, weight, bias = operands_of(emit, source)
+    shift = _row_shift(emit, source)
+    if shift is not None:
+        nothing = emit(torch.unsqueeze, emit(torch.sub, shift, shift), 1)
+        input = emit(torch.add, input, emit(torch.Tensor.to, nothing, source.head.dtype))
+    return input, weight, bias
+
+
+def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None) -> Handle:
+    """What ``reader`` returns, from the statistics of its logits without the shift of rows."""
+    source = reader.source
+    shift = _row_shift(emit, source)
+    if shift is None:
+        return reader.finish(emit, stats, index)
+    nothing = emit(torch.sub, shift, shift)  # not a number where normalising what was shifted gives none
+    kept = isinstance(source, (Logits, WeighedLogits)) or (isinstance(source, OneOfEach) and source.of is Logits)
+    level = shift if kept else nothing
+
+    def plus(statistic: Handle, more: Handle) -> Handle:
+        if statistic is None:
+            return None
+        return emit(
+            torch.add, statistic, emit(torch.unsqueeze, more, 1) if emit.example(statistic).dim() == 2 else more
+        )
+
+    sums = stats.class_sum
+    if reader.want_class_sum:
+        weight = _class_weight(emit, reader)
+        sums = plus(sums, emit(torch.mul, level, source.vocab if weight is None else emit(torch.sum, weight)))
+    return reader.finish(
+        emit,
+        replace(
+            stats,
+            lse=plus(stats.lse, level),
+            picked=plus(stats.picked, level),
+            log_prob=plus(stats.log_prob, nothing),
+            class_sum=sums,
+            entropy=plus(stats.entropy, nothing) if reader.want_entropy else None,
+            top=plus(stats.top, level) if reader.want_top else None,
+        ),
+        index,
     )
 
 
@@ -254,5 +314,5 @@ def statistics(
     results = []
     for reader in readers:
         mine = Statistics(lse, own(picked, reader), own(log_prob, reader), class_sum, entropy, top, argmax)
-        results.append(reader.finish(emit, mine, own(index, reader)))
+        results.append(finished(emit, reader, mine, own(index, reader)))
     return results, lse

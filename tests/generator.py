@@ -164,6 +164,7 @@ ODD_TRANSFORMS = [
     "{z} / ({y}.clamp(min=0) + 1).unsqueeze({c})",  # one a row
     "{z} * s.x[..., :1].exp()",
     "{z} + s.x[..., :1]",
+    "{z} - {y}.unsqueeze({c}).to({z}.dtype)",
     "{z} + s.b[:{n}]{v}",
     "{z} - s.c[:{n}]{v}.log()",
     "{z} * s.c[:{n}]{v}",
@@ -356,7 +357,8 @@ ODD_READERS = [
     "{z}.topk(3, {c}).values",
     "{z}.topk(3, dim={c})[1]",
     "{z}.softmax({c}).max({c}).values",
-    "({z} > {z}.gather({c}, {index})).sum({c})",  # the rank
+    # The rank; not so that a logit is compared with itself, once as it was read and once as it was picked.
+    "({z} > {z}.gather({c}, {index}) + 1e-3).sum({c})",
     # all of it
     "{z}.softmax({c})",
     "F.log_softmax({z}, {c})",

@@ -239,11 +239,68 @@ def _in_place_by_tensors(s: World) -> Any:
 
 
 def _temperatures(s: World) -> Any:
-    """A parameter, one for each row, one for each sequence; with a bias only the first can be."""
+    """A parameter, one for each row, one for each sequence."""
     z, t = s.z, s.b[0].exp()
     a = ce(s.zb / t, s.y) + ce(z * t, s.masked)
     b = _rows((z / s.x[..., :1].exp()).log_softmax(-1), s.y)
     return a, b, (z * s.b[:BATCH].view(-1, 1, 1)).logsumexp(-1)
+
+
+def _temperatures_over_biases(s: World) -> Any:
+    """Every one of the row's temperatures is also the bias's, but not of what is added after it."""
+    t, u = s.x[..., :1].exp(), s.b[:BATCH].exp().view(-1, 1, 1)
+    a = ce((s.zb / t)[:, 1:] / 2, s.y[:, 1:]) + ce((s.zb * s.c * t + s.b) / u, s.masked, reduction="sum")
+    z = s.zb.mT / t.mT
+    return a, (torch.cat([z, z.flip(2)], 2).contiguous() - 1).logsumexp(1), (s.zb / u).sum(-1)
+
+
+def _temperature_over_a_mask(s: World) -> Any:
+    z = (s.zb.masked_fill(s.c > 0.6, -50.0) + s.b) / (s.y + 1)[..., None]
+    return ce(z, s.y, label_smoothing=0.1), z.max(-1)[0], z[..., 3:].softmax(-1).gather(-1, s.y[..., None] % 9)
+
+
+def _row_shifts(s: World) -> Any:
+    z, r = s.zb, s.x[..., :1].sin()
+    up = z + r
+    a = up.logsumexp(-1), up.gather(-1, s.y[..., None]), up.sum(-1), (up * 2).mean(-1), up.max(-1)[0]
+    lp = (z - r[:, :1]).log_softmax(-1)
+    p = up.softmax(-1)
+    b = _rows(lp, s.y), lp.sum(-1), -(p * up.log_softmax(-1)).sum(-1), (p * up).sum(-1)
+    return *a, *b, ce(up, s.masked), ce(up / 3, s.y, label_smoothing=0.1, weight=s.c), up.argmax(-1)
+
+
+def _row_shifts_further(s: World) -> Any:
+    """What is done to rows after the shift is done to the shift."""
+    r = s.x[..., 0]
+    z = (s.z.mT + r[:, None] - s.b[0]).masked_fill((s.c > 0.6)[:, None], float("-inf")) / r.detach().exp()[:, None]
+    a = z[1:].transpose(0, 2)[..., None].logsumexp(1, keepdim=True)
+    b = (2 * torch.tanh(s.z / 2) - r[..., None]) * 1.5 + 1
+    return a, b.view(-1, VOCAB)[2:].logsumexp(-1), ((s.zb + r[0, :, None]) * r[:, :1, None]).roll(1, 0).sum(-1)
+
+
+def _row_shifts_of_infinity(s: World) -> Any:
+    z = s.z.detach() + torch.where(s.y % 3 == 0, float("-inf"), 0.0)[..., None].to(s.x.dtype)
+    return z.logsumexp(-1), z.sum(-1), _rows(z.log_softmax(-1), s.y), ce(z[:, 1:], s.y[:, 1:], reduction="none")
+
+
+def _less_their_largest(s: World) -> Any:
+    z = s.zb
+    shifted = z - z.max(-1, keepdim=True).values
+    lp = shifted - shifted.logsumexp(-1, keepdim=True)
+    return _rows(lp, s.y), ce(z - z.detach().amax(-1, keepdim=True), s.y), _rows(shifted, s.y)
+
+
+def _shifted_in_place(s: World) -> Any:
+    z = s.z
+    z -= s.x[..., :1]
+    return ce(z, s.y), z.logsumexp(-1)
+
+
+def _log_sum_exp_mutated(s: World) -> Any:
+    z = s.z.detach()
+    lse = z.logsumexp(-1, keepdim=True)
+    lse += 1
+    return _rows(z - lse, s.y)
 
 
 def _bias_of_the_program(s: World) -> Any:
@@ -422,6 +479,13 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "vocabulary_mask": _vocabulary_mask,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
+    "temperatures_over_biases": _temperatures_over_biases,
+    "temperature_over_a_mask": _temperature_over_a_mask,
+    "row_shifts": _row_shifts,
+    "row_shifts_further": _row_shifts_further,
+    "row_shifts_of_infinity": _row_shifts_of_infinity,
+    "less_their_largest": _less_their_largest,
+    "shifted_in_place": _shifted_in_place,
     "temperatures_in_class_dim_1": lambda s: (s.z.mT / s.x[..., 0].exp()[:, None]).logsumexp(1),
     "slice_and_bias_in_class_dim_1": lambda s: (s.z.mT[:, 2:9] * 2 + s.b[2:9, None]).logsumexp(1),
     "stacked_behind_the_classes": lambda s: (lambda z: torch.stack([z, z[:, :]], -1).logsumexp(2))(s.z),
@@ -629,18 +693,18 @@ def _temperature_mutated(s: World) -> Any:
     return z.logsumexp(-1)
 
 
+def _row_shift_mutated(s: World) -> Any:
+    r = s.x.detach()[..., :1] * 1
+    z = s.z.detach() - r
+    r.add_(1)
+    return z.logsumexp(-1)
+
+
 def _one_hot_of_written_labels(s: World) -> Any:
     y = s.y.clone()
     hot = F.one_hot(y, VOCAB)
     y[0] = 1
     return (s.z.log_softmax(-1) * hot).sum(-1)
-
-
-def _log_sum_exp_mutated(s: World) -> Any:
-    z = s.z.detach()
-    lse = z.logsumexp(-1, keepdim=True)
-    lse += 1
-    return _rows(z - lse, s.y)
 
 
 def _mutated_through_view(s: World) -> Any:
@@ -893,8 +957,17 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "mutated_rows": ("mutated", _mutated_rows),
     "mutated_by_rows_through_a_view": ("mutated", _mutated_by_rows_through_a_view),
     "temperature_mutated": ("operand_mutated", _temperature_mutated),
-    "log_sum_exp_mutated": ("unknown_reader", _log_sum_exp_mutated),
-    "row_temperature_over_a_bias": ("unknown_reader", lambda s: ce(s.zb / s.x[..., :1].exp(), s.y)),
+    "log_sum_exp_mutated": ("operand_mutated", _log_sum_exp_mutated),
+    "row_shift_mutated": ("operand_mutated", _row_shift_mutated),
+    "row_temperature_over_another_s_bias": (
+        "unknown_reader",
+        lambda s: ce((F.linear(s.x.bfloat16(), s.w.bfloat16()) + s.c.bfloat16()) / s.x[..., :1].bfloat16(), s.y),
+    ),
+    "softcap_of_a_row_shift": ("unknown_reader", lambda s: ce(torch.tanh(s.z + s.x[..., :1]), s.y)),
+    "mask_of_a_row_shift": ("unknown_reader", lambda s: (s.z + s.x[..., :1]).masked_fill(s.c > 0.6, 2.0).sum(-1)),
+    "class_factor_of_a_row_shift": ("unknown_reader", lambda s: ((s.z + s.x[..., :1]) * s.b).logsumexp(-1)),
+    "joined_row_shifts": ("unknown_reader", lambda s: torch.stack([s.z + s.x[..., :1]] * 2).logsumexp(-1)),
+    "all_of_row_shifts_returned": ("returned", lambda s: s.z - s.x[..., :1]),
     "tensor_after_a_softcap": ("unknown_reader", lambda s: ce(torch.tanh(s.z) * s.b[0], s.y)),
     "mask_of_entries": ("unknown_reader", lambda s: ce(s.z.masked_fill(s.x[..., :1] > s.c, -5.0), s.y)),
     "one_class": ("unknown_reader", lambda s: s.z[..., 3]),

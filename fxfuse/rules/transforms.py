@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from ..algebra import (
     ClassOp,
     ClassTensor,
     Comparison,
+    Extension,
     Logits,
     LogProbs,
     OneOfEach,
     Probs,
     RowOp,
+    RowShift,
     WeighedLogits,
     WeighedLogProbs,
     become,
@@ -37,6 +40,8 @@ def _then(call: Call, input: Any, *steps: Step) -> ClassTensor:
         call.keep("unknown_reader")
     transform = input.transform
     for step in steps:
+        if input.row_shifts and step.name != "add":
+            call.keep("unknown_reader", f"{call.name}, after a shift by a number for each row,")
         transform = then(transform, step)
         number = transform[-1].number
         if not math.isfinite(number) or (number == 0.0 and step.name == "mul"):
@@ -51,12 +56,13 @@ def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
         if not math.isfinite(input.factor * factor) or input.factor * factor == 0.0:
             call.keep("unsupported_argument", f"{call.name} scales log-probabilities by {input.factor * factor}")
         return derive(input, call.name, factor=input.factor * factor)
+    shifts = tuple(replace(shift, factor=shift.factor * factor) for shift in input.row_shifts)
     if input.transform:
-        return _then(call, input, Step("mul", factor))
+        return replace(_then(call, replace(input, row_shifts=()), Step("mul", factor)), row_shifts=shifts)
     scale = input.scale * factor
     if not math.isfinite(scale) or scale == 0.0:
         call.keep("unsupported_argument", f"{call.name} scales the logits by {scale}")
-    return derive(input, call.name, scale=scale)
+    return derive(input, call.name, scale=scale, row_shifts=shifts)
 
 
 def _is_number(value: Any) -> bool:
@@ -105,23 +111,33 @@ def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> Clas
     dtype = converted(call, input, call.out.dtype)
     if _is_one_a_row(input, like):
         op = RowOp(function, (other,))
-        if input.is_linear:
+        if not input.has_bias:
             return derive(input, call.name, op, dtype=dtype)
-        if like.dim() > 0:
-            call.keep("unknown_reader", f"{call.name} by a tensor, of logits with a bias,")
-        classes = (*input.class_ops, ClassOp("scale_bias", (function, other)))
-        return derive(input, call.name, op, dtype=dtype, class_ops=classes)
-    if _is_one_a_class(input, like):
+        if like.dim() == 0:
+            classes = (*input.class_ops, ClassOp("scale_bias", (function, other)))
+            return derive(input, call.name, op, dtype=dtype, class_ops=classes)
+        if input.head.dtype.itemsize == 2 and any(op.shifts for op in input.since_extension):
+            # Which may not fit the dtype of the weight.
+            call.keep("unknown_reader", f"{call.name} by a tensor, of 16-bit logits that another was added to,")
+        classes = (*input.class_ops, ClassOp("extend", ()))
+        extension = Extension(F.pad, (input.class_dim - len(input.shape),))
+        return derive(input, call.name, extension, op, dtype=dtype, class_ops=classes)
+    if _is_one_a_class(input, like) and not input.row_shifts:
         return of_classes(input, call.name, ClassOp("scale", (function, other)), dtype=dtype)
     call.keep("unknown_reader", f"{call.name} by a tensor of shape {tuple(like.shape)}")
 
 
 def _shifted_by_tensor(call: Call, input: Any, other: Any, sign: float) -> ClassTensor:
     like = _like(call, input, other)
-    if not isinstance(input, Logits) or input.transform or not _is_one_a_class(input, like):
+    by_row = _is_one_a_row(input, like)
+    if not isinstance(input, Logits) or not (by_row or (_is_one_a_class(input, like) and not input.transform)):
         call.keep("unknown_reader", f"{call.name} with a tensor of shape {tuple(like.shape)}")
     if not like.is_floating_point():
         call.keep("unknown_reader", f"{call.name} with {like.dtype}")
+    if by_row:
+        shift = RowShift(other, sign, input.class_dim, len(input.row_ops))
+        dtype = converted(call, input, call.out.dtype)
+        return derive(input, call.name, row_shifts=(*input.row_shifts, shift), dtype=dtype)
     op = ClassOp("shift", (other, sign / input.scale), shifts=True)
     return of_classes(input, call.name, op, dtype=converted(call, input, call.out.dtype))
 
@@ -284,7 +300,7 @@ def _masked(call: Call, input: Any, mask: Any, value: Any, elsewhere: bool = Fal
         value = constant
     if like.dtype != torch.bool or not _is_one_a_class(input, like):
         call.keep("unknown_reader", f"{call.name} with a mask of {like.dtype} and shape {tuple(like.shape)}")
-    if not isinstance(input, Logits) or input.transform:
+    if not isinstance(input, Logits) or input.transform or (input.row_shifts and not math.isinf(value)):
         call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
     op = ClassOp("fill", (mask, value / input.scale, elsewhere), shifts=True)
     return of_classes(input, call.name, op, dtype=converted(call, input, call.out.dtype))

@@ -338,7 +338,8 @@ def _joined(call: Call, function: Callable[..., Any], tensors: Any, dim: Any, ad
     if type(first) not in (Logits, LogProbs, Probs) or any(type(t) is not type(first) for t in tensors):
         call.keep("unknown_reader", f"{call.name} of logits with something else")
     for other in tensors[1:]:
-        made_alike = first.logits_key() == other.logits_key() and first.factor == other.factor
+        # What is added to rows would have to be joined as they are.
+        made_alike = first.logits_key() == other.logits_key() and first.factor == other.factor and not first.row_shifts
         alike = made_alike and first.dtype == other.dtype and first.requires_grad == other.requires_grad
         if not alike or first.class_dim != other.class_dim or not first.head.shares_classes_with(other.head):
             call.keep("unknown_reader", f"{call.name} of logits of different kinds")
