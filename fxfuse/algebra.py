@@ -8,6 +8,7 @@ algebra never looks inside a handle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
@@ -240,10 +241,21 @@ def _extend(emit: Emit, weight: Handle, bias: Handle) -> tuple[Handle, None]:
     return emit(torch.cat, [weight, emit(torch.unsqueeze, bias, 1), zeros], 1), None
 
 
+def _floor(emit: Emit, weight: Handle, bias: Handle, scale: float) -> tuple[Handle, Handle]:
+    """Logits of -inf become so low that their probability is zero all the same, unless there are no others."""
+    bias = emit(torch.Tensor.to, bias, _wide(emit, weight))
+    infinity = math.copysign(math.inf, -scale)
+    some = emit(torch.any, emit(torch.ne, bias, infinity))
+    masked = emit(torch.logical_and, emit(torch.eq, bias, infinity), some)
+    return weight, emit(torch.masked_fill, bias, masked, LOW / scale)
+
+
 def _wide(emit: Emit, weight: Handle) -> torch.dtype:
     """What a bias is kept in: a mask or a constant for each class may not fit 16 bits."""
     return torch.float64 if emit.example(weight).dtype == torch.float64 else torch.float32
 
+
+LOW = -1e30
 
 CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "take": _take,
@@ -252,6 +264,7 @@ CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "shift": _shift,
     "fill": _fill,
     "extend": _extend,
+    "floor": _floor,
 }
 
 
@@ -327,8 +340,10 @@ class ClassTensor:
     @property
     def since_extension(self) -> tuple[ClassOp, ...]:
         """The class operations after the last that made the bias a part of the weight; all, if there is none."""
-        last = max((i for i, op in enumerate(self.class_ops) if op.name == "extend"), default=-1)
-        return self.class_ops[last + 1 :]
+        ops: tuple[ClassOp, ...] = ()
+        for op in self.class_ops:
+            ops = () if op.name == "extend" else (*ops, op)
+        return ops
 
     @property
     def has_bias(self) -> bool:
@@ -399,6 +414,14 @@ class LogProbs(ClassTensor):
 
 class Probs(ClassTensor):
     """``softmax`` of such logits along the class axis, times a number."""
+
+
+class ClampedLogProbs(ClassTensor):
+    """Log-probabilities with the least number of their dtype for -inf, times a number."""
+
+
+class Exponentials(ClassTensor):
+    """``exp`` of such logits, times a number."""
 
 
 class WeighedLogits(ClassTensor):
@@ -524,7 +547,8 @@ class Reader:
     Attributes:
         source: the logits or log-probabilities that are read.
         name: of the function, with the options that differ from its defaults.
-        log_sum_exp: whether it returns the log-sum-exp of its source, and nothing else.
+        normalises: whether it returns what makes log-probabilities of its source, if they are logits, by subtraction,
+            or probabilities, if they are exponentials, by division, and nothing else.
         index: the classes that are picked, or None.
         finish: from the statistics of the rows (and the validated index) to what eager returns, but for its dtype.
         coefficients: for a scalar reader that is linear in the statistics: from the validated index to the
@@ -546,23 +570,29 @@ class Reader:
     want_top: bool = False
     skip_unindexed: bool = False
     operands: tuple[Handle, ...] = ()
-    log_sum_exp: bool = False
+    normalises: bool = False
 
     @property
     def is_alone(self) -> bool:
         """Whether it shares no computation with others."""
-        return isinstance(self, Whole) or isinstance(self.source, Comparison)
+        return isinstance(self, (Whole, Beside)) or isinstance(self.source, Comparison)
 
-    def is_log_sum_exp_of(self, value: ClassTensor) -> bool:
-        """Whether ``value`` less what is returned is its log-softmax."""
+    def is_normaliser_of(self, value: ClassTensor) -> bool:
+        """Whether it is of ``value`` that this returns what normalises it."""
         mine = self.source
+        same_kind = self.normalises and type(mine) is type(value) and mine.factor == value.factor
         same_rows = mine.head is value.head and mine.row_key(whole=True) == value.row_key(whole=True)
         same_values = mine.logits_key() == value.logits_key() and mine.requires_grad == value.requires_grad
-        return self.log_sum_exp and same_rows and same_values and mine.class_dim == value.class_dim
+        return same_kind and same_rows and same_values and mine.class_dim == value.class_dim
 
     @property
     def pattern(self) -> str:
         return " → ".join((*self.source.trail, self.name))
+
+
+@dataclass(frozen=True)
+class Beside(Reader):
+    """Something else that a function of logits returns, which is made of their shape and of other tensors."""
 
 
 @dataclass(frozen=True)

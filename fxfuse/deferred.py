@@ -349,17 +349,16 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                 out = func(*args, **kwargs)
         else:
             out = _shape_of(func, args, kwargs)
-        call = Call(name, out, EMIT.example, constant=_constant)
+        call = Call(name, out, EMIT.example, reader_of=deferred[0]._deferred.origin.reader_of, constant=_constant)
         with torch._C.DisableTorchFunctionSubclass():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
             if len({id(t._deferred.origin) for t in deferred}) > 1:
                 call.keep("unknown_reader", f"{name} of logits of several calls")
-            if isinstance(readers[0], ClassTensor):
+            if any(isinstance(outcome, ClassTensor) for outcome in readers):
                 frozen = {id(handle) for t in deferred for handle in _description(t).handles()}
                 for outcome, made in outcomes_of(call, result):
-                    if made is not deferred[0]:
-                        assert isinstance(outcome, ClassTensor)
+                    if isinstance(outcome, ClassTensor) and made is not deferred[0]:
                         # One tensor is to stay one: what is made of equal logits shows by that.
                         _describe(made, outcome.map(lambda handle: handle if id(handle) in frozen else _frozen(handle)))
                         made._deferred.calls = calls
@@ -501,8 +500,8 @@ def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -
     source = readers[0].source
     grad = _wants_gradients(call, readers)
     source = replace(source, head=head, requires_grad=grad)
-    readers = tuple(replace(reader, source=source) for reader in readers)
-    reader = readers[0]
+    computed = [replace(reader, source=source) for reader in readers]
+    reader = computed[0]
     key = (source.row_key(), source.logits_key(), grad)
     kept = {} if compat.saving_is_watched() else origin.log_sum_exps
     known, _ = kept.get(key, (None, None))
@@ -512,11 +511,11 @@ def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -
         total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
         results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
     elif reader.coefficients is None:
-        results, lse = statistics(EMIT, readers, operands, origin.memory)
+        results, lse = statistics(EMIT, computed, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
             kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
     else:
-        _, results = compute(EMIT, readers, in_checkpoint=False, memory=origin.memory)
+        _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory)
     origin.bypassed |= grad
     # In memory of its own: the backward may need what it was made of.
     outs = call.out if isinstance(call.out, tuple) else (call.out,)
@@ -524,6 +523,7 @@ def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -
         result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
         for result, out in zip(results, outs, strict=True)
     ]
+    origin.remember(readers, results)
     for result in results:
         for signal in origin.signals if result.requires_grad else ():
             result.register_hook(signal)

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import transform
-from .algebra import ClassTensor, Emit, Logits, LogProbs, Probs, WeighedLogits, WeighedLogProbs
+from .algebra import (
+    ClampedLogProbs,
+    ClassTensor,
+    Emit,
+    Exponentials,
+    Logits,
+    LogProbs,
+    Probs,
+    WeighedLogits,
+    WeighedLogProbs,
+)
 from .ops.contract import acc_dtype
 
 
@@ -59,6 +69,8 @@ def dense(value: ClassTensor) -> Tensor:
 _FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor], Tensor]] = {
     LogProbs: lambda z: z.log_softmax(-1),
     Probs: lambda z: z.softmax(-1),
+    ClampedLogProbs: lambda z: z.log_softmax(-1).clamp(min=torch.finfo(z.dtype).min),
+    Exponentials: torch.exp,
     WeighedLogits: lambda z: z.softmax(-1) * z,
     WeighedLogProbs: lambda z: z.softmax(-1) * z.log_softmax(-1),
 }

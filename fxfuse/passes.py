@@ -11,10 +11,12 @@ import torch
 
 from . import ops
 from .algebra import (
+    Beside,
     ClassTensor,
     Coefficients,
     Comparison,
     Emit,
+    Exponentials,
     Handle,
     Logits,
     LogProbs,
@@ -35,6 +37,7 @@ RECOMPUTED = "recompute in backward"
 FORWARD_ONLY = "forward only"
 WHOLE = "all entries, normalised in place"
 WITHOUT_LOGITS = "without a product"
+BESIDE = "not of logits"
 
 
 def computes_again(readers: Sequence[Reader], memory: int) -> bool:
@@ -57,6 +60,8 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
     """
     source = readers[0].source
+    if isinstance(readers[0], Beside):
+        return BESIDE, [readers[0].finish(emit, Statistics(), None)]
     if isinstance(readers[0], Whole):
         return WHOLE, [_whole(emit, readers[0], _level(emit, source), memory)]
     if isinstance(source, Comparison):
@@ -213,7 +218,8 @@ def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None
     if shift is None:
         return reader.finish(emit, stats, index)
     nothing = emit(torch.sub, shift, shift)  # not a number where normalising what was shifted gives none
-    kept = isinstance(source, (Logits, WeighedLogits)) or (isinstance(source, OneOfEach) and source.of is Logits)
+    kind = source.of if isinstance(source, OneOfEach) else type(source)
+    kept = kind in (Logits, Exponentials, WeighedLogits)
     level = shift if kept else nothing
 
     def plus(statistic: Handle, more: Handle) -> Handle:

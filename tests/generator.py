@@ -343,6 +343,8 @@ ODD_READERS = [
     "F.softmax({z}, dim={c}).gather({c}, {index})",
     "(1 - {z}.softmax({c}).gather({c}, {index})) ** 2 * {z}.log_softmax({c}).gather({c}, {index})",
     "{z}.exp().sum({c}).log()",
+    "({z}.exp() / {z}.exp().sum({c}, keepdim=True)).gather({c}, {index})",
+    "({z} - {z}.exp().sum({c}, keepdim=True).log()).gather({c}, {index})",
     "torch.log_softmax({z}, {c}, dtype=torch.float64).gather({c}, {index})",
     "F.softmax({z}, dim={c}, dtype=torch.float32).amax({c})",
     # the largest

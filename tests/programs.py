@@ -397,6 +397,33 @@ def _normalised_by_hand(s: World) -> Any:
     return _rows(lp, s.y), -(lp.exp() * lp).sum(-1), _rows(zb - zb.logsumexp(-1)[..., None], s.y), other.sum(-1)
 
 
+def _normalised_in_steps(s: World) -> Any:
+    """Softmax and log-softmax as the textbook has them."""
+    z = s.zb
+    z = z - z.max(-1, keepdim=True).values
+    e = z.exp()
+    total = e.sum(-1, keepdim=True)
+    lp = z - total.log()
+    return _rows(lp, s.y), lp.sum(-1), _rows(e / total, s.y), (e * 2).max(-1).values, _rows(e, s.y), e.mean(-1)
+
+
+def _exponentials(s: World) -> Any:
+    return torch.log(torch.exp(s.z).sum(-1)), _rows(s.zb.exp(), s.y), -_rows(s.z, s.y) + s.z.exp().sum(2).log()
+
+
+def _categorical(s: World) -> Any:
+    d = torch.distributions.Categorical(logits=s.zb, validate_args=False)
+    return d.log_prob(s.y), d.entropy()
+
+
+def _categorical_of_a_mask(s: World) -> Any:
+    """A class that has no probability adds nothing to the entropy."""
+    mask = s.c > 0.6
+    z = -2 * (s.z + s.b).masked_fill(mask, float("inf"))
+    d = torch.distributions.Categorical(logits=z, validate_args=False)
+    return d.log_prob(torch.where(mask[s.y], mask.long().argmin(), s.y)), d.entropy().mean()
+
+
 def _teacher(s: World) -> torch.Tensor:
     with torch.no_grad():
         return F.linear(s.x.cos(), s.w.sin())
@@ -594,6 +621,11 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "normalised_twice": lambda s: (
         _rows(s.z.log_softmax(-1).log_softmax(-1), s.y) + _rows(s.z.log_softmax(-1).softmax(-1), s.y)
     ),
+    "normalised_by_hand": _normalised_by_hand,
+    "normalised_in_steps": _normalised_in_steps,
+    "exponentials": _exponentials,
+    "categorical": _categorical,
+    "categorical_of_a_mask": _categorical_of_a_mask,
     # surroundings
     "no_grad_head": _no_grad_head,
     "no_grad_dropout": _no_grad_dropout,
@@ -616,8 +648,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
 # Fused too, but only in a graph: at run time, where values are written or compared or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "in_place_through_views": _in_place_through_views,
-    "normalised_by_hand": _normalised_by_hand,
     "one_hot": lambda s: -(F.one_hot(s.y, VOCAB) * s.z.log_softmax(-1)).sum(-1),
+    "clamped_log_probs": lambda s: _rows(s.zb.log_softmax(-1).clamp(min=torch.finfo(s.x.dtype).min), s.y),
     "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),
     "one_hot_logits": lambda s: (s.z * F.one_hot(s.y, num_classes=VOCAB)).transpose(0, 1).sum(dim=-1, keepdim=True),
     "distillation": _distillation,
@@ -970,6 +1002,14 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "all_of_row_shifts_returned": ("returned", lambda s: s.z - s.x[..., :1]),
     "tensor_after_a_softcap": ("unknown_reader", lambda s: ce(torch.tanh(s.z) * s.b[0], s.y)),
     "mask_of_entries": ("unknown_reader", lambda s: ce(s.z.masked_fill(s.x[..., :1] > s.c, -5.0), s.y)),
+    "broadcast_logits": (
+        "unknown_reader",
+        lambda s: torch.broadcast_tensors(s.z, s.y[None, ..., None])[0].logsumexp(-1),
+    ),
+    "clamped_over_a_temperature": (
+        "unknown_reader",
+        lambda s: torch.distributions.Categorical(logits=s.zb / s.x[..., :1].exp(), validate_args=False).entropy(),
+    ),
     "one_class": ("unknown_reader", lambda s: s.z[..., 3]),
     "empty_slice": ("unknown_reader", lambda s: s.z[..., :0].sum(-1)),
     "several_of_the_largest": ("unknown_reader", lambda s: s.z.topk(3).values),

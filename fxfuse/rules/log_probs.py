@@ -9,7 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..algebra import ClassTensor, Emit, Handle, Index, Logits, LogProbs, Probs, Reader, Statistics, become
+from ..algebra import (
+    ClassTensor,
+    Emit,
+    Exponentials,
+    Handle,
+    Index,
+    Logits,
+    LogProbs,
+    Probs,
+    Reader,
+    Statistics,
+    become,
+)
 from ..compat import same
 from . import Call, rule
 from .casts import converted
@@ -43,9 +55,9 @@ def softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> Class
 
 @rule(torch.exp, "exp")
 def exp(call: Call, input: Any) -> ClassTensor:
-    if not isinstance(input, LogProbs) or input.factor != 1.0:
+    if not isinstance(input, (Logits, LogProbs)) or input.factor != 1.0:
         call.keep("unknown_reader")
-    return become(Probs, input, call.name)
+    return become(Exponentials if isinstance(input, Logits) else Probs, input, call.name)
 
 
 @rule(torch.log, "log")
@@ -125,4 +137,6 @@ def _entries(call: Call, input: ClassTensor) -> Callable[[Emit, Statistics], Han
         return lambda emit, stats: times(emit, stats.log_prob, input.factor)
     if isinstance(input, Probs):
         return lambda emit, stats: times(emit, emit(torch.exp, stats.log_prob), input.factor)
+    if isinstance(input, Exponentials):
+        return lambda emit, stats: times(emit, emit(torch.exp, stats.picked), input.factor)
     call.keep("unknown_reader", f"{call.name} of products of logits")

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from ..algebra import (
+    ClampedLogProbs,
     ClassOp,
     ClassTensor,
     Comparison,
+    Exponentials,
     Extension,
     Logits,
     LogProbs,
@@ -142,7 +144,11 @@ def _shifted_by_tensor(call: Call, input: Any, other: Any, sign: float) -> Class
     return of_classes(input, call.name, op, dtype=converted(call, input, call.out.dtype))
 
 
-_WEIGHED: dict[type[ClassTensor], type[ClassTensor]] = {Logits: WeighedLogits, LogProbs: WeighedLogProbs}
+_WEIGHED: dict[type[ClassTensor], type[ClassTensor]] = {
+    Logits: WeighedLogits,
+    LogProbs: WeighedLogProbs,
+    ClampedLogProbs: WeighedLogProbs,
+}
 
 
 def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
@@ -157,7 +163,18 @@ def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
     if a.requires_grad != b.requires_grad and call.out.requires_grad:
         call.keep("unknown_reader", f"{call.name} of logits by detached ones")
     factor = a.factor * b.factor
+    if isinstance(other, ClampedLogProbs):
+        other = _without_infinities(call, other)
     return become(kind, other, call.name, dtype=converted(call, other, call.out.dtype), factor=factor)
+
+
+def _without_infinities(call: Call, input: ClassTensor) -> ClassTensor:
+    """The same with a low number in place of logits of -inf, which come of a bias."""
+    if input.since_extension != input.class_ops:
+        call.keep("unknown_reader", f"{call.name} of clamped log-probabilities, with a temperature for each row,")
+    if not input.has_bias:
+        return input
+    return replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
 
 
 def compared(call: Call, input: ClassTensor, teacher: ClassTensor, divergence: bool) -> Comparison:
@@ -205,6 +222,10 @@ def _of_one_class(call: Call, input: Any, other: Any, hot: Any) -> ClassTensor:
 @rule(torch.div, torch.divide, torch.true_divide, "div", "divide", "true_divide",
       in_place=("div_", "divide_", "true_divide_"), like=lambda input, other, *, rounding_mode=None: None)  # fmt: skip
 def div(call: Call, input: Any, other: Any) -> ClassTensor:
+    read = None if _is_number(other) else call.reader_of(other)
+    if isinstance(input, Exponentials) and read is not None and read.is_normaliser_of(input):
+        dtype = converted(call, input, call.out.dtype)
+        return become(Probs, input, call.name, dtype=dtype, factor=1.0)
     if not _is_number(other):
         return _scaled_by_tensor(call, input, torch.div, other)
     if other == 0:
@@ -236,7 +257,7 @@ def sub(call: Call, input: Any, other: Any) -> ClassTensor:
     if _is_number(other):
         return _then(call, input, Step("add", -float(other)))
     read = call.reader_of(other)
-    if isinstance(input, Logits) and read is not None and read.is_log_sum_exp_of(input):
+    if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input):
         return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype))
     return _shifted_by_tensor(call, input, other, -1.0)
 
@@ -272,6 +293,9 @@ def logsigmoid(call: Call, input: Any) -> ClassTensor:
 
 @rule(torch.clamp, torch.clip, "clamp", "clip", in_place=("clamp_", "clip_", torch.clamp_))
 def clamp(call: Call, input: Any, min: Any = None, max: Any = None) -> ClassTensor:
+    least = max is None and _is_number(min) and min == torch.finfo(input.dtype).min
+    if isinstance(input, LogProbs) and input.factor == 1.0 and least:
+        return become(ClampedLogProbs, input, call.name)
     if min is not None and max is not None and _number(call, min) > _number(call, max):
         call.keep("unsupported_argument", f"{call.name} has min={min} above max={max}")
     bounds = (("clamp_min", min), ("clamp_max", max))
