@@ -555,6 +555,7 @@ class Reader:
             coefficients. Its gradients can then be computed in the forward pass.
         want_class_sum, class_weight: whether ``class_sum`` is read, and with which weights ``[V]``.
         want_entropy, want_top: whether ``entropy`` is read; ``top`` or ``argmax``.
+        chosen: of ``torch.topk``: ``k``, ``largest`` and ``sorted``; the classes that are picked are those.
         skip_unindexed: rows without an index do not matter.
         operands: every tensor that is read besides the logits.
     """
@@ -568,6 +569,7 @@ class Reader:
     class_weight: Handle | None = None
     want_entropy: bool = False
     want_top: bool = False
+    chosen: tuple[int, bool, bool] | None = None
     skip_unindexed: bool = False
     operands: tuple[Handle, ...] = ()
     normalises: bool = False

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import compat
-from .algebra import ClassTensor, Head, Logits, LogProbs, Probs, Reader, Whole
+from .algebra import Beside, ClassTensor, Head, Logits, LogProbs, Probs, Reader, Whole
 from .escape import Escaped, chain_between
 from .mutation import Timeline, storages, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
@@ -248,6 +248,8 @@ class Analysis:
             candidate.absorb(other)
             self.candidates.remove(other)
             self._owner.update({head: candidate for head, owner in self._owner.items() if owner is other})
+        if isinstance(outcome, Beside) and candidate.flow[-1] is node:
+            candidate.flow.pop()  # nothing of the logits is in it
         if isinstance(outcome, Reader):
             candidate.readers.append((node, outcome))
             self._results[node] = outcome

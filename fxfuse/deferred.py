@@ -506,11 +506,11 @@ def _read(origin: Origin, call: Call, readers: tuple[Reader, ...], head: Head) -
     kept = {} if compat.saving_is_watched() else origin.log_sum_exps
     known, _ = kept.get(key, (None, None))
     operands = operands_of(EMIT, source)
-    more = reader.index is not None or reader.want_entropy or reader.want_top
+    more = reader.index is not None or reader.want_entropy or reader.want_top or reader.chosen is not None
     if known is not None and not more and not (reader.want_class_sum and source.transform):
         total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
         results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
-    elif reader.coefficients is None:
+    elif reader.coefficients is None and reader.chosen is None:
         results, lse = statistics(EMIT, computed, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
             kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others

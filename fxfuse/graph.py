@@ -114,6 +114,8 @@ class _Planner:
         same_grad = first.source.requires_grad == reader.source.requires_grad
         if not (same_rows and made_alike and same_mode and same_grad) or first.is_alone or reader.is_alone:
             return None
+        if first.chosen != reader.chosen:
+            return None
         weights = {r.class_weight for _, r in known.readers if r.want_class_sum}
         if reader.want_class_sum and weights and weights != {reader.class_weight}:
             return None

@@ -67,6 +67,9 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
     if isinstance(source, Comparison):
         return _comparison(emit, readers[0], source, memory)
     prepared = operands_of(emit, source)
+    if readers[0].chosen is not None:
+        trained = source.requires_grad and any(h is not None and emit.example(h).requires_grad for h in prepared)
+        return (RECOMPUTED if trained else FORWARD_ONLY), _chosen(emit, readers, prepared, memory)
     if all(map(_only_sums, readers)) and not source.transform:
         stats = Statistics(class_sum=class_sum(emit, prepared, source))
         return WITHOUT_LOGITS, [finished(emit, reader, stats, None) for reader in readers]
@@ -143,6 +146,21 @@ def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int)
     sizes = [emit(torch.Tensor.size, rows, i) for i in range(len(source.shape) - 1)]
     out = emit(torch.reshape, out, (*sizes, source.vocab))
     return out if last else emit(torch.movedim, out, -1, source.class_dim)
+
+
+def _chosen(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int) -> list[Handle]:
+    """What readers of the largest or smallest logits of each row return."""
+    source, chosen = readers[0].source, readers[0].chosen
+    assert chosen is not None
+    options = _options(source) | ({"memory": memory} if memory else {})
+    out = emit(ops.linear_topk, *operands, source.scale, *chosen, **options)
+    values, index, lse, residual = (emit(operator.getitem, out, i) for i in range(4))
+    least = (emit(torch.unsqueeze, one, 1) for one in (lse, residual))
+    log_prob = values
+    for one in least:
+        log_prob = emit(torch.sub, log_prob, one)
+    stats = Statistics(lse=lse, picked=values, log_prob=log_prob)
+    return [finished(emit, reader, stats, index) for reader in readers]
 
 
 def _comparison(emit: Emit, reader: Reader, source: Comparison, memory: int) -> tuple[str, list[Handle]]:

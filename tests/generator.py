@@ -358,6 +358,9 @@ ODD_READERS = [
     "{z}.min({c}).values",
     "{z}.topk(3, {c}).values",
     "{z}.topk(3, dim={c})[1]",
+    "({z}.topk(2, {c}).indices == {y}.unsqueeze({c})).any({c})",
+    "{z}.softmax({c}).topk(2, {c}, largest=False).values",
+    "{z}.log_softmax({c}).topk(3, {c})[0]",
     "{z}.softmax({c}).max({c}).values",
     # The rank; not so that a logit is compared with itself, once as it was read and once as it was picked.
     "({z} > {z}.gather({c}, {index}) + 1e-3).sum({c})",

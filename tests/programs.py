@@ -467,6 +467,24 @@ def _largest(s: World) -> Any:
     return values, classes, confidence, best[0], best.indices, z.detach().amax(-1)
 
 
+def _several_of_the_largest(s: World) -> Any:
+    z = s.zb
+    values, classes = z.topk(3)
+    lowest = torch.topk(z / s.x[..., :1].exp(), 2, largest=False)
+    p = (2 * z.mT.softmax(1)).topk(4, dim=1, sorted=True).values
+    lp = z[:, 1:].log_softmax(-1).topk(3)
+    return values, classes, lowest.values, lowest[1], p, *lp, (z - s.x[..., :1]).topk(2)[0], z[0, 0].topk(2, 0)[0]
+
+
+def _hits_among_the_largest(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        hits = (z.topk(5).indices == s.y[..., None]).any(-1)
+        capped = torch.tanh(z.flatten(0, 1)).topk(VOCAB)
+        lowest = z.topk(1, largest=False)
+    return ce(z, s.y), hits, capped.values, capped.indices, lowest.values, lowest.indices
+
+
 def _accuracy_beside(s: World) -> Any:
     z = s.z
     with torch.no_grad():
@@ -617,6 +635,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "mean_of_one_class": lambda s: -s.z[..., -1:].mean(),
     "metrics_of_all": lambda s: (lambda z: (z.mean(), z.detach().sum(), (z.softmax(-1) * z).sum(), ce(z, s.y)))(s.zb),
     "largest": _largest,
+    "several_of_the_largest": _several_of_the_largest,
+    "hits_among_the_largest": _hits_among_the_largest,
     "accuracy_beside": _accuracy_beside,
     "normalised_twice": lambda s: (
         _rows(s.z.log_softmax(-1).log_softmax(-1), s.y) + _rows(s.z.log_softmax(-1).softmax(-1), s.y)
@@ -1012,7 +1032,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     ),
     "one_class": ("unknown_reader", lambda s: s.z[..., 3]),
     "empty_slice": ("unknown_reader", lambda s: s.z[..., :0].sum(-1)),
-    "several_of_the_largest": ("unknown_reader", lambda s: s.z.topk(3).values),
+    "most_of_the_largest": ("unsupported_argument", lambda s: F.linear(s.x, s.w.repeat(4, 1)).topk(65)[0]),
     "gradient_of_amax": ("unknown_reader", lambda s: s.z.amax(-1)),
     "joined_with_others": ("unknown_reader", lambda s: ce(torch.cat([s.z, s.x @ s.w.t() * 2], 1), s.y.repeat(1, 2))),
     "wider_by_a_tensor": ("unknown_reader", lambda s: (s.z[:, :1] * s.x[..., :1]).logsumexp(-1)),

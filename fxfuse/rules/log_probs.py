@@ -25,7 +25,7 @@ from ..algebra import (
 from ..compat import same
 from . import Call, rule
 from .casts import converted
-from .statistics import along_classes, times
+from .statistics import along_classes, most, times
 
 # The index [N, K] and what is picked are small beside [N, V] only while K is small beside V.
 MAX_COLUMNS = 64
@@ -110,6 +110,33 @@ def _picked(call: Call, input: Any, dim: Any, index: Any, wraps: bool) -> Reader
     entries = _entries(call, input)
     # How the rows lie in the index depends on the axis, so the axis is part of what the index is.
     return Reader(input, call.name, finish, Index(make, (index, "gather", axis, wraps)), operands=(index,))
+
+
+@rule(torch.topk, "topk", reads="scores")
+def topk(
+    call: Call, input: Any, k: Any, dim: Any = -1, largest: Any = True, sorted: Any = True
+) -> tuple[Reader, Reader]:
+    along_classes(call, input, dim)
+    if k == 1 and largest:
+        return most(call, input, dim, True)
+    if not isinstance(k, int) or not 0 < k <= min(MAX_COLUMNS, input.vocab):
+        call.keep("unsupported_argument", f"{call.name} has k={k}; fxfuse finds up to {MAX_COLUMNS} classes a row")
+    if input.factor < 0:
+        call.keep("unknown_reader", f"{call.name} of something other than logits")
+    entries = _entries(call, input)
+    axis, last = input.class_dim, input.class_dim == len(input.shape) - 1
+
+    def shaped(emit: Emit, found: Handle) -> Handle:
+        """``found [N, k]`` with the rows of ``input``."""
+        column = emit(torch.narrow, input.hidden_states(emit), axis, 0, 1)
+        column = column if last else emit(torch.movedim, column, axis, -1)
+        rows = emit(torch.Tensor.expand, column, (*[-1] * (len(input.shape) - 1), k))
+        found = emit(torch.Tensor.reshape_as, found, rows)
+        return found if last else emit(torch.movedim, found, -1, axis)
+
+    chosen = k, bool(largest), bool(sorted)
+    values = Reader(input, call.name, lambda emit, stats, _: shaped(emit, entries(emit, stats)), chosen=chosen)
+    return values, Reader(input, call.name, lambda emit, _, index: shaped(emit, index), chosen=chosen)
 
 
 def entry_of_each(call: Call, input: ClassTensor, index: Handle) -> Reader:

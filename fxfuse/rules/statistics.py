@@ -105,7 +105,7 @@ _TOTALS: dict[type[ClassTensor], Callable[[Emit, Statistics, int], Handle]] = {
 }
 
 
-def _most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader]:
+def most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader]:
     """The largest entry of each row, and its class."""
     along_classes(call, input, dim)
     if input.factor < 0 or type(input) not in (Logits, LogProbs, Probs, Exponentials):
@@ -120,35 +120,28 @@ def _most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reade
         return times(emit, emit(torch.exp, log_prob) if isinstance(input, Probs) else log_prob, input.factor)
 
     values = Reader(input, call.name, _one_a_row(input, keepdim, top), want_top=True)
-    return values, _classes_of_most(call, input, keepdim)
+    return values, _classes_ofmost(call, input, keepdim)
 
 
-def _classes_of_most(call: Call, input: Any, keepdim: Any) -> Reader:
+def _classes_ofmost(call: Call, input: Any, keepdim: Any) -> Reader:
     return Reader(input, call.name, _one_a_row(input, keepdim, lambda emit, stats: stats.argmax), want_top=True)
 
 
 @rule(torch.argmax, "argmax", reads="scores")
 def argmax(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Reader:
-    return _most(call, input, dim, keepdim)[1]
+    return most(call, input, dim, keepdim)[1]
 
 
 @rule(torch.max, "max", reads="scores", like=lambda input, dim=None, keepdim=False: None)
 def largest(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> tuple[Reader, Reader]:
-    return _most(call, input, dim, keepdim)
+    return most(call, input, dim, keepdim)
 
 
 @rule(torch.amax, "amax", reads="scores")
 def amax(call: Call, input: Any, dim: Any = (), keepdim: Any = False) -> Reader:
     if input.requires_grad:
         call.keep("unknown_reader", "amax, whose gradient is shared among equals,")
-    return _most(call, input, dim, keepdim)[0]
-
-
-@rule(torch.topk, "topk", reads="scores", like=lambda input, k, dim=-1, largest=True, sorted=True: None)
-def topk(call: Call, input: Any, k: Any, dim: Any = -1, sorted: Any = True) -> tuple[Reader, Reader]:
-    if k != 1:
-        call.keep("unknown_reader", f"topk of {k} classes")
-    return _most(call, input, dim, True)
+    return most(call, input, dim, keepdim)[0]
 
 
 def times(emit: Emit, handle: Handle, factor: float) -> Handle:
