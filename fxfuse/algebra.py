@@ -277,6 +277,8 @@ class Head:
         weight: ``[V, D]``, or ``[D, V]`` where ``weight_transposed``.
         bias: ``[V]`` or None.
         dtype: of the logits; operands of another dtype (ambient autocast) are converted to it.
+        axis, order: where ``input`` has D instead of last, counted from the end; and how its axes, with V in D's place,
+            are permuted to be those of the logits, if they are.
         cut_off: whether no gradient reaches the operands, although they may require one: an example of what was made
             under no_grad does not know, for it may be one of its arguments.
     """
@@ -289,6 +291,8 @@ class Head:
     vocab: int
     dtype: torch.dtype
     cut_off: bool = False
+    axis: int = -1
+    order: tuple[int, ...] | None = None
 
     def shares_classes_with(self, other: Head) -> bool:
         """Whether it is the same projection, perhaps of other hidden states."""

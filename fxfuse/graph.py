@@ -260,9 +260,9 @@ def _site(candidate: Candidate, passes: _Passes, told: Told, in_checkpoint: bool
     )
     with telling():
         rows: Any = 1
-        *sizes, _ = shape = example_of(candidate.node).shape
-        for size in sizes:
-            rows = rows * size
+        shape = example_of(candidate.node).shape
+        for i, size in enumerate(shape):
+            rows = rows if i == candidate.axis else rows * size
         patterns = dict.fromkeys(reader.pattern for _, readers in passes for reader in readers) if fused else ()
         logits, converted, gradient = _bytes(candidate, {variant for variant, _ in passes})
         causes = _causes(candidate, passes, in_checkpoint, memory) if fused else ()

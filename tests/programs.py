@@ -179,6 +179,23 @@ def _olmo_z_loss(s: World) -> Any:
     return loss / t.numel() + 1e-2 * (z.logsumexp(-1).pow(2) * t.ne(-100)).sum()
 
 
+def _weight_first(s: World) -> Any:
+    x, y = s.x.view(-1, HIDDEN), s.y.view(-1)
+    rows = s.w @ s.x.mT  # [B, V, T]
+    a = F.cross_entropy(rows, s.y), rows[:, :, 1:].logsumexp(1), _rows(rows.mT.log_softmax(-1), s.y)
+    z = torch.mm(s.w, x.t())  # [V, N]
+    b = F.cross_entropy(z.t(), y), (z / 2 + s.b[:, None])[:, 1:].logsumexp(0)
+    return *a, *b, F.cross_entropy(s.w @ x[0], y[0]), torch.mv(s.w, x[1]).logsumexp(0)
+
+
+def _einsum_classes_not_last(s: World) -> Any:
+    x = s.x.view(-1, HIDDEN)
+    a = torch.einsum("vd,nd->vn", s.w, x).T.log_softmax(-1).gather(-1, s.y.view(-1, 1))
+    b = F.cross_entropy(torch.einsum("bsd,vd->bvs", s.x, s.w), s.y)
+    c = torch.einsum("dv,bsd->vsb", s.w.t(), s.x)[:, 1:].logsumexp(0)
+    return a, b, c, torch.einsum("vd,bds->bvs", s.w, s.x.mT).softmax(1).amax(1).detach()
+
+
 def _two_heads(s: World) -> Any:
     return ce(s.z, s.y) + ce(F.linear(s.x, s.w * 2), s.y)
 
@@ -510,6 +527,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "one_row": lambda s: F.cross_entropy(F.linear(s.x[0, 0], s.w), s.y[0, 0]),
     "einsum": lambda s: ce(torch.einsum("btd,vd->btv", s.x, s.w), s.y),
     "einsum_weight_first": lambda s: ce(torch.einsum("dv, btd -> btv", s.w.t(), s.x), s.y),
+    "weight_first": _weight_first,
+    "einsum_classes_not_last": _einsum_classes_not_last,
     "computed_weight": lambda s: ce(
         F.linear(F.normalize(s.x, dim=-1), F.normalize(s.w + s.b[:, None] * 0.1, dim=-1)), s.y
     ),
@@ -1026,6 +1045,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
         "unknown_reader",
         lambda s: torch.broadcast_tensors(s.z, s.y[None, ..., None])[0].logsumexp(-1),
     ),
+    "sum_over_either_axis": ("class_dim", lambda s: (lambda z: (z.logsumexp(0), z.logsumexp(1)))(s.w @ s.x[0].T)),
     "clamped_over_a_temperature": (
         "unknown_reader",
         lambda s: torch.distributions.Categorical(logits=s.zb / s.x[..., :1].exp(), validate_args=False).entropy(),

@@ -58,8 +58,9 @@ class Head(NamedTuple):
         if rows.is_cuda and rows.dtype != self.acc:
             torch.ops.aten.mm.dtype_out(rows, self.weight.t(), self.acc, out=out)
         else:
+            rows = rows.to(self.acc)
             for at, block in self.blocks():
-                torch.mm(rows.to(self.acc), block.t(), out=out[:, at])
+                torch.mm(rows, block.t(), out=out[:, at])
         if self.bias is not None:
             out += self.bias
         if self.scale != 1.0:
