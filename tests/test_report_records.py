@@ -231,7 +231,7 @@ def test_every_program_is_told(recwarn: pytest.WarningsRecorder) -> None:
             assert site.uses
             for use in site.uses:
                 first, *rest = use.chain.split(" → ")
-                assert first.partition("(")[0] in ("linear", "matmul", "mm", "addmm", "einsum")
+                assert first.partition("(")[0] in ("linear", "matmul", "mm", "mv", "addmm", "einsum")
                 assert rest
             if site.status == "fused":  # then the analysis, which proved it, says what was called
                 uses = {_functions(use.chain) for use in site.uses}
