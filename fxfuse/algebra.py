@@ -8,12 +8,14 @@ algebra never looks inside a handle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .reasons import Reason
@@ -78,6 +80,14 @@ class RowOp:
         args = map_leaves(lambda arg: hidden if arg is HIDDEN else arg, self.args)
         return emit(self.function, hidden_states, *args)
 
+    def on_column(self, emit: Emit, column: Handle) -> Handle:
+        """The same of a tensor with one number for each row, ``[*rows, 1]``."""
+        return self.replay(emit, column, 1)
+
+    def hidden_after(self, hidden: int) -> int:
+        """The size of the class axis of what ``replay`` returns."""
+        return hidden
+
     def key(self) -> Any:
         return self.function, key_of(self.args)
 
@@ -99,6 +109,10 @@ class Join(RowOp):
         parts, dim = self.args
         return emit(self.function, [part.hidden_states(emit) for part in parts], dim)
 
+    def hidden_after(self, hidden: int) -> int:
+        parts, _ = self.args
+        return parts[0].hidden
+
     def key(self) -> Any:
         parts, dim = self.args
         return self.function, tuple((part.head, part.row_key(whole=True)) for part in parts), dim
@@ -114,6 +128,59 @@ class Join(RowOp):
     def heads(self) -> Iterable[Head]:
         parts, _ = self.args
         return (head for part in parts for head in part.heads())
+
+
+def with_column(hidden: int) -> int:
+    """The size of rows of ``hidden`` numbers with a column more: a multiple of 8, which kernels of products want."""
+    return (hidden // 8 + 1) * 8
+
+
+@dataclass(frozen=True)
+class Extension(RowOp):
+    """A column of ones beside the hidden states, and zeros: ``args`` is the class axis, counted from the end.
+
+    With the bias as a column of the weight (the class operation "extend"), what is done to rows is done to the bias
+    too: ``(x @ w.T + b) / t`` is the product of ``(x, 1) / t`` and ``(w, b)``. It costs a copy of the weight, which
+    the backward needs as well.
+    """
+
+    def replay(self, emit: Emit, hidden_states: Handle, hidden: int) -> Handle:
+        behind = (0, 0) * (-1 - self.args[0])
+        ones = emit(F.pad, hidden_states, (*behind, 0, 1), value=1.0)
+        more = with_column(hidden) - hidden - 1
+        return emit(F.pad, ones, (*behind, 0, more)) if more else ones
+
+    def on_column(self, emit: Emit, column: Handle) -> Handle:
+        return column
+
+    def hidden_after(self, hidden: int) -> int:
+        return with_column(hidden)
+
+
+@dataclass(frozen=True)
+class RowShift:
+    """A number for each row, which is added to all logits of it: ``factor`` times ``handle``.
+
+    Attributes:
+        axis, since: of the classes, and how many row operations had been done, when it was added.
+    """
+
+    handle: Handle
+    factor: float
+    axis: int
+    since: int
+
+    def column(self, emit: Emit, hidden_states: Handle, later: Sequence[RowOp]) -> Handle:
+        """``[*rows, 1]`` from the hidden states that it was added to, and the row operations since."""
+        like = emit(torch.narrow, hidden_states, self.axis, 0, 1)
+        handle = emit(torch.Tensor.expand_as, self.handle, like)
+        handle = handle if self.factor == 1.0 else emit(torch.mul, handle, self.factor)
+        for op in later:
+            handle = op.on_column(emit, handle)
+        return handle
+
+    def key(self) -> Any:
+        return key_of((self.handle, self.factor, self.axis, self.since))
 
 
 @dataclass(frozen=True)
@@ -181,10 +248,28 @@ def _fill(
     return emit(torch.masked_fill, weight, column, 0.0), emit(torch.masked_fill, bias, mask, value)
 
 
+def _extend(emit: Emit, weight: Handle, bias: Handle) -> tuple[Handle, None]:
+    """The bias as a column of the weight, and zeros; see ``Extension``."""
+    vocab, hidden = emit.example(weight).shape
+    zeros = emit(torch.Tensor.new_zeros, weight, (vocab, with_column(hidden) - hidden - 1))
+    return emit(torch.cat, [weight, emit(torch.unsqueeze, bias, 1), zeros], 1), None
+
+
+def _floor(emit: Emit, weight: Handle, bias: Handle, scale: float) -> tuple[Handle, Handle]:
+    """Logits of -inf become so low that their probability is zero all the same, unless there are no others."""
+    bias = emit(torch.Tensor.to, bias, _wide(emit, weight))
+    infinity = math.copysign(math.inf, -scale)
+    some = emit(torch.any, emit(torch.ne, bias, infinity))
+    masked = emit(torch.logical_and, emit(torch.eq, bias, infinity), some)
+    return weight, emit(torch.masked_fill, bias, masked, LOW / scale)
+
+
 def _wide(emit: Emit, weight: Handle) -> torch.dtype:
     """What a bias is kept in: a mask or a constant for each class may not fit 16 bits."""
     return torch.float64 if emit.example(weight).dtype == torch.float64 else torch.float32
 
+
+LOW = -1e30
 
 CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "take": _take,
@@ -192,6 +277,8 @@ CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "scale_bias": _scale_bias,
     "shift": _shift,
     "fill": _fill,
+    "extend": _extend,
+    "floor": _floor,
 }
 
 
@@ -204,6 +291,8 @@ class Head:
         weight: ``[V, D]``, or ``[D, V]`` where ``weight_transposed``.
         bias: ``[V]`` or None.
         dtype: of the logits; operands of another dtype (ambient autocast) are converted to it.
+        axis, order: where ``input`` has D instead of last, counted from the end; and how its axes, with V in D's place,
+            are permuted to be those of the logits, if they are.
         cut_off: whether no gradient reaches the operands, although they may require one: an example of what was made
             under no_grad does not know, for it may be one of its arguments.
     """
@@ -216,6 +305,8 @@ class Head:
     vocab: int
     dtype: torch.dtype
     cut_off: bool = False
+    axis: int = -1
+    order: tuple[int, ...] | None = None
 
     def shares_classes_with(self, other: Head) -> bool:
         """Whether it is the same projection, perhaps of other hidden states."""
@@ -231,7 +322,7 @@ class ClassTensor:
         row_ops: what was done to the rows since the projection.
         shape: its shape in the program; ``shape[class_dim]`` is the number of classes.
         class_ops: what was done to the classes since the projection.
-        scale, transform: the logits are ``transform(scale * (input @ weight.T + bias))``.
+        scale, transform, row_shifts: the logits are ``transform(scale * (input @ weight.T + bias)) + row_shifts``.
         factor: what it is multiplied by in the end; 1 for logits.
         dtype: its dtype in the program.
         requires_grad: False where a ``detach`` or ``no_grad`` cut it off from its operands.
@@ -247,6 +338,7 @@ class ClassTensor:
     class_ops: tuple[ClassOp, ...] = ()
     scale: float = 1.0
     transform: Transform = ()
+    row_shifts: tuple[RowShift, ...] = ()
     factor: float = 1.0
     trail: tuple[str, ...] = ()
 
@@ -256,16 +348,41 @@ class ClassTensor:
         return next((op.count for op in reversed(self.class_ops) if op.count is not None), self.head.vocab)
 
     @property
-    def is_linear(self) -> bool:
-        """Whether the logits are linear in the hidden states, without a constant."""
-        return self.head.bias is None and not self.transform and not any(op.shifts for op in self.class_ops)
-
-    def hidden_states(self, emit: Emit) -> Handle:
-        """The hidden states with the row operations replayed, D in V's place."""
-        handle = self.head.input
+    def hidden(self) -> int:
+        """The size of the hidden states after the row operations."""
+        hidden = self.head.hidden
         for op in self.row_ops:
-            handle = op.replay(emit, handle, self.head.hidden)
+            hidden = op.hidden_after(hidden)
+        return hidden
+
+    @property
+    def since_extension(self) -> tuple[ClassOp, ...]:
+        """The class operations after the last that made the bias a part of the weight; all, if there is none."""
+        ops: tuple[ClassOp, ...] = ()
+        for op in self.class_ops:
+            ops = () if op.name == "extend" else (*ops, op)
+        return ops
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added to the product."""
+        ops = self.since_extension
+        return any(op.shifts for op in ops) or (self.head.bias is not None and len(ops) == len(self.class_ops))
+
+    def hidden_states(self, emit: Emit, count: int | None = None) -> Handle:
+        """The hidden states with the row operations replayed, or the first ``count`` of these, D in V's place."""
+        handle, hidden = self.head.input, self.head.hidden
+        for op in self.row_ops[:count]:
+            handle, hidden = op.replay(emit, handle, hidden), op.hidden_after(hidden)
         return handle
+
+    def row_shift(self, emit: Emit) -> Handle | None:
+        """What is added to all logits of a row in the end, ``[*rows, 1]``."""
+        total = None
+        for shift in self.row_shifts:
+            column = shift.column(emit, self.hidden_states(emit, shift.since), self.row_ops[shift.since :])
+            total = column if total is None else emit(torch.add, total, column)
+        return total
 
     def classes(self, emit: Emit) -> tuple[Handle, Handle | None]:
         """The weight ``[V, D]`` and the bias ``[V]`` with the class operations replayed."""
@@ -290,7 +407,8 @@ class ClassTensor:
     def map(self: C, function: Callable[[Handle], Handle]) -> C:
         """The same with ``function`` of every argument of its row and class operations in its place."""
         rows, classes = tuple(op.map(function) for op in self.row_ops), tuple(op.map(function) for op in self.class_ops)
-        return replace(self, row_ops=rows, class_ops=classes)
+        shifts = tuple(replace(shift, handle=function(shift.handle)) for shift in self.row_shifts)
+        return replace(self, row_ops=rows, class_ops=classes, row_shifts=shifts)
 
     def with_heads(self: C, of: Callable[[Head], Head]) -> C:
         """The same of other heads: what ``of`` makes of each that it is of, and of those of the parts of a join."""
@@ -309,7 +427,8 @@ class ClassTensor:
 
     def logits_key(self) -> tuple[Any, ...]:
         """Equal for tensors that are made of equal rows by equal logits."""
-        return tuple(op.key() for op in self.class_ops), self.scale, self.transform
+        shifts = tuple(shift.key() for shift in self.row_shifts)
+        return tuple(op.key() for op in self.class_ops), self.scale, self.transform, shifts
 
 
 class Logits(ClassTensor):
@@ -322,6 +441,14 @@ class LogProbs(ClassTensor):
 
 class Probs(ClassTensor):
     """``softmax`` of such logits along the class axis, times a number."""
+
+
+class ClampedLogProbs(ClassTensor):
+    """Log-probabilities with the least number of their dtype for -inf, times a number."""
+
+
+class Exponentials(ClassTensor):
+    """``exp`` of such logits, times a number."""
 
 
 class WeighedLogits(ClassTensor):
@@ -351,7 +478,7 @@ class OneOfEach(ClassTensor):
         """The class of each row, in the shape of the tensor but with one class."""
         handle = emit(torch.unsqueeze, self.hot, self.axis)
         for op in self.row_ops[self.since :]:
-            handle = op.replay(emit, handle, 1)
+            handle = op.on_column(emit, handle)
         return handle
 
 
@@ -455,13 +582,15 @@ class Reader:
     Attributes:
         source: the logits or log-probabilities that are read.
         name: of the function, with the options that differ from its defaults.
-        log_sum_exp: whether it returns the log-sum-exp of its source, and nothing else.
+        normalises: whether it returns what makes log-probabilities of its source, if they are logits, by subtraction,
+            or probabilities, if they are exponentials, by division, and nothing else.
         index: the classes that are picked, or None.
         finish: from the statistics of the rows (and the validated index) to what eager returns, but for its dtype.
         coefficients: for a scalar reader that is linear in the statistics: from the validated index to the
             coefficients. Its gradients can then be computed in the forward pass.
         want_class_sum, class_weight: whether ``class_sum`` is read, and with which weights ``[V]``.
         want_entropy, want_top: whether ``entropy`` is read; ``top`` or ``argmax``.
+        chosen: of ``torch.topk``: ``k``, ``largest`` and ``sorted``; the classes that are picked are those.
         skip_unindexed: rows without an index do not matter.
         operands: every tensor that is read besides the logits.
     """
@@ -475,25 +604,32 @@ class Reader:
     class_weight: Handle | None = None
     want_entropy: bool = False
     want_top: bool = False
+    chosen: tuple[int, bool, bool] | None = None
     skip_unindexed: bool = False
     operands: tuple[Handle, ...] = ()
-    log_sum_exp: bool = False
+    normalises: bool = False
 
     @property
     def is_alone(self) -> bool:
         """Whether it shares no computation with others."""
-        return isinstance(self, Whole) or isinstance(self.source, Comparison)
+        return isinstance(self, (Whole, Beside)) or isinstance(self.source, Comparison)
 
-    def is_log_sum_exp_of(self, value: ClassTensor) -> bool:
-        """Whether ``value`` less what is returned is its log-softmax."""
+    def is_normaliser_of(self, value: ClassTensor) -> bool:
+        """Whether it is of ``value`` that this returns what normalises it."""
         mine = self.source
+        same_kind = self.normalises and type(mine) is type(value) and mine.factor == value.factor
         same_rows = mine.head is value.head and mine.row_key(whole=True) == value.row_key(whole=True)
         same_values = mine.logits_key() == value.logits_key() and mine.requires_grad == value.requires_grad
-        return self.log_sum_exp and same_rows and same_values and mine.class_dim == value.class_dim
+        return same_kind and same_rows and same_values and mine.class_dim == value.class_dim
 
     @property
     def pattern(self) -> str:
         return " → ".join((*self.source.trail, self.name))
+
+
+@dataclass(frozen=True)
+class Beside(Reader):
+    """Something else that a function of logits returns, which is made of their shape and of other tensors."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,17 +18,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import compat
-from .algebra import ClassTensor, Head, Logits, LogProbs, Probs, Reader, Whole
+from .algebra import Beside, ClassTensor, Head, Logits, LogProbs, Probs, Reader, RowOp, Whole
 from .escape import Escaped, chain_between
 from .mutation import Timeline, storages, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
 from .reasons import Reason, because
 from .report.source import function_name, location
-from .rules import IN_PLACE, TABLE, Call, Keep, head_of, outcomes_of
-
-# Without a loss that reads it, an output is called logits when it is this many times wider than its input: more
-# than a gated MLP's projection (28672 / 8192 = 3.5), less than that model's vocabulary (32000 / 8192 = 3.9).
-_VOCABULARY_RATIO = 3.6
+from .rules import IN_PLACE, TABLE, Call, Keep, heads_of, outcomes_of
+from .rules.heads import VOCABULARY_RATIO
 
 
 @dataclass(eq=False)
@@ -61,13 +58,15 @@ class Candidate:
     trail: tuple[str, ...] = ()
     class_sizes: list[Any] = field(default_factory=list)
     rows: int = 0  # of all projections, as far as is known
+    axis: int = -1  # of the classes in what the projection returns
 
     def keep(self, reason: Reason) -> None:
         self.kept = self.kept or reason
 
     @property
     def is_head(self) -> bool:
-        wide = compat.hint(self.head.vocab) >= _VOCABULARY_RATIO * compat.hint(self.head.hidden)
+        # Without a loss that reads it, an output is called logits when it is much wider than its input.
+        wide = compat.hint(self.head.vocab) >= VOCABULARY_RATIO * compat.hint(self.head.hidden)
         dense = self.kept is not None or bool(self.escaped)
         return (bool(self.readers) and (self.read or wide)) or (dense and (self.read or (self.shown and wide)))
 
@@ -102,10 +101,18 @@ _Value = ClassTensor | _Dense | tuple[ClassTensor | Reader, ...]
 class Analysis:
     """What the projections of a graph turned out to be: ``candidates``, in the order of the graph."""
 
-    def __init__(self, graph: Graph, whole: Mapping[Node, Reason] | None = None) -> None:
-        """``whole``: nodes whose probabilities are needed in full, and why; those that are found are in ``needed``."""
+    def __init__(
+        self, graph: Graph, whole: Mapping[Node, Reason] | None = None, turned: Set[Node] = frozenset()
+    ) -> None:
+        """
+        Args:
+            whole: nodes whose probabilities are needed in full, and why; those that are found are in ``needed``.
+            turned: products of two matrices of which the less likely is the weight; ``turnable`` has those that may be.
+        """
         self.graph = graph
         self.whole = whole or {}
+        self.turned = turned
+        self.turnable: set[Node] = set()
         self.needed: dict[Node, Reason] = {}
         self.candidates: list[Candidate] = []
         self._values: dict[Node, _Value] = {}
@@ -138,15 +145,32 @@ class Analysis:
         if not isinstance(out, Tensor):
             return
         call = Call(function_name(node), out, example_of)
-        head = head_of(_key(node), call, node.args, node.kwargs)
-        if head is None:
+        heads = heads_of(_key(node), call, node.args, node.kwargs)
+        if not heads:
             return
+        known = [head for head in heads if isinstance(head.vocab, int)] or heads  # as a weight's sizes are
+        head = known[-1 if node in self.turned else 0]
+        if len(known) > 1:
+            self.turnable.add(node)
         if not out.requires_grad and self.timeline.region[node].number:
             head = replace(head, cut_off=True)
         operands = [(handle, node) for handle in (head.input, head.weight, head.bias)]
-        rows = math.prod(map(compat.hint, out.shape[:-1]))
+        axis = example_of(head.input).dim() + head.axis
+        ops: tuple[RowOp, ...] = ()
+        if head.order is not None:
+            rows_after = [i for i in head.order if i != axis]
+            ops = (RowOp(torch.permute, (head.order,), keeps_order=rows_after == sorted(rows_after)),)
+            axis = head.order.index(axis)
+        rows = math.prod(compat.hint(size) for i, size in enumerate(out.shape) if i != axis)
         candidate = Candidate(
-            node, head, operands, derived=[node], projections={node: head}, class_sizes=[head.vocab], rows=rows
+            node,
+            head,
+            operands,
+            derived=[node],
+            projections={node: head},
+            class_sizes=[head.vocab],
+            rows=rows,
+            axis=axis,
         )
         self.candidates.append(candidate)
         reason = _unfit(candidate)
@@ -156,7 +180,7 @@ class Analysis:
             return
         self._owner[head] = candidate
         self._values[node] = Logits(
-            head, tuple(out.shape), out.dim() - 1, out.dtype, out.requires_grad, trail=(call.name,)
+            head, tuple(out.shape), axis, out.dtype, out.requires_grad, row_ops=ops, trail=(call.name,)
         )
 
     def _owner_of(self, value: _Value) -> Candidate:
@@ -248,6 +272,8 @@ class Analysis:
             candidate.absorb(other)
             self.candidates.remove(other)
             self._owner.update({head: candidate for head, owner in self._owner.items() if owner is other})
+        if isinstance(outcome, Beside) and candidate.flow[-1] is node:
+            candidate.flow.pop()  # nothing of the logits is in it
         if isinstance(outcome, Reader):
             candidate.readers.append((node, outcome))
             self._results[node] = outcome
@@ -371,12 +397,23 @@ class Analysis:
 
 
 def analyse(graph: Graph) -> Analysis:
-    """The analysis of a graph in which probabilities that are needed in full are what is read of their logits."""
+    """The analysis of a graph in which probabilities that are needed in full are what is read of their logits.
+
+    What is read along the rows of a product of two matrices tells that these are the classes.
+    """
     analysis = Analysis(graph)
+    if turned := analysis.turnable & _along_rows(analysis):
+        turned -= _along_rows(Analysis(graph, turned=turned))
+        analysis = Analysis(graph, turned=turned)
     while analysis.needed:
         whole = {**analysis.whole, **analysis.needed}
-        analysis = Analysis(graph, whole)
+        analysis = Analysis(graph, whole, analysis.turned)
     return analysis
+
+
+def _along_rows(analysis: Analysis) -> set[Node]:
+    """The projections whose logits are read along rows, if these are rows and the classes are classes."""
+    return {node for c in analysis.candidates if c.kept and c.kept.code == "class_dim" for node in c.projections}
 
 
 def _may_hold_a_loss(node: Node) -> bool:

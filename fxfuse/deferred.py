@@ -27,7 +27,7 @@ from .algebra import ClassTensor, Comparison, Head, Logits, Reader, Statistics
 from .eager import EMIT, dense, pull_back
 from .lazy import Origin, State
 from .operands import Operands
-from .passes import class_sum, compute, operands_of, statistics
+from .passes import class_sum, compute, finished, operands_of, statistics
 from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
@@ -355,21 +355,22 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                 out = func(*args, **kwargs)
         else:
             out = _shape_of(func, args, kwargs)
-        call = Call(name, out, EMIT.example, constant=_constant)
+        call = Call(name, out, EMIT.example, reader_of=deferred[0]._deferred.origin.reader_of, constant=_constant)
         with torch._C.DisableTorchFunctionSubclass():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
-            derives = isinstance(readers[0], ClassTensor)
+            derives = any(isinstance(outcome, ClassTensor) for outcome in readers)
             # What is derived of one is as good as that one; else a gradient to one of them could be lost.
             if not (derives and len(deferred) == 1) and not all(map(_claims_what_it_is, deferred)):
                 call.keep("unknown_reader")
             if derives:
+                frozen = {id(handle) for t in deferred for handle in _description(t).handles()}
                 for outcome, made in outcomes_of(call, result):
-                    if made is not deferred[0]:
-                        assert isinstance(outcome, ClassTensor)
+                    if isinstance(outcome, ClassTensor) and made is not deferred[0]:
                         if len(outcome.heads()) > 1 and not isinstance(outcome, Comparison):
                             call.keep("unknown_reader", f"{name} of logits of several calls")
-                        _describe(made, outcome.map(_frozen))
+                        # One tensor is to stay one: what is made of equal logits shows by that.
+                        _describe(made, outcome.map(lambda handle: handle if id(handle) in frozen else _frozen(handle)))
                         made._deferred.calls = calls
                 return out
         if compat.in_checkpoint():
@@ -525,28 +526,29 @@ def _read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]
     grad = _wants_gradients(call, readers)
     key = (source.row_key(), source.logits_key(), grad)
     source = replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
-    readers = tuple(replace(reader, source=source) for reader in readers)
-    reader = readers[0]
+    computed = tuple(replace(reader, source=source) for reader in readers)
+    reader = computed[0]
     alone = reader.is_alone or compat.saving_is_watched()
     kept = {} if alone else origin.log_sum_exps
     known, _ = kept.get(key, (None, None))
     operands = operands_of(EMIT, source)
-    more = reader.index is not None or reader.want_entropy or reader.want_top
+    more = reader.index is not None or reader.want_entropy or reader.want_top or reader.chosen is not None
     if known is not None and not more and not (reader.want_class_sum and source.transform):
         total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
-        results = [reader.finish(EMIT, Statistics(known, class_sum=total), None)]
-    elif reader.coefficients is None and not reader.is_alone:
-        results, lse = statistics(EMIT, readers, operands, origin.memory)
+        results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
+    elif reader.coefficients is None and reader.chosen is None and not reader.is_alone:
+        results, lse = statistics(EMIT, computed, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
             kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
     else:
-        _, results = compute(EMIT, readers, in_checkpoint=False, memory=origin.memory)
+        _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory)
     # In memory of its own: the backward may need what it was made of.
     outs = call.out if isinstance(call.out, tuple) else (call.out,)
     results = [
         result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
         for result, out in zip(results, outs, strict=True)
     ]
+    origin.remember(readers, results)
     for origin, _ in found.values():
         origin.bypassed |= grad
         for result in results:

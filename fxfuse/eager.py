@@ -10,7 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import transform
-from .algebra import ClassTensor, Comparison, Emit, Logits, LogProbs, Probs, WeighedLogits, WeighedLogProbs
+from .algebra import (
+    ClampedLogProbs,
+    ClassTensor,
+    Comparison,
+    Emit,
+    Exponentials,
+    Logits,
+    LogProbs,
+    Probs,
+    WeighedLogits,
+    WeighedLogProbs,
+)
 from .ops.contract import acc_dtype
 
 
@@ -59,12 +70,18 @@ def _logits(value: ClassTensor) -> Tensor:
             z = F.linear(rows, weight, None if bias is None else bias.to(head.dtype))
         if value.scale != 1.0 or value.transform or not isinstance(value, Logits):
             z = transform.apply(value.transform, z.to(acc) * value.scale)
+        shift = value.row_shift(EMIT)
+        if shift is not None:
+            last = value.class_dim == len(value.shape) - 1
+            z = z.to(acc) + (shift if last else shift.movedim(value.class_dim, -1)).to(acc)
     return z
 
 
 _FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor], Tensor]] = {
     LogProbs: lambda z: z.log_softmax(-1),
     Probs: lambda z: z.softmax(-1),
+    ClampedLogProbs: lambda z: z.log_softmax(-1).clamp(min=torch.finfo(z.dtype).min),
+    Exponentials: torch.exp,
     WeighedLogits: lambda z: z.softmax(-1) * z,
     WeighedLogProbs: lambda z: z.softmax(-1) * z.log_softmax(-1),
 }

@@ -115,6 +115,8 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
         return "normalised"
     if value.class_dim != len(value.shape) - 1:
         return "with the vocabulary not last"
+    if value.row_shifts:
+        return "shifted by a number for each row"
     nodes = [escaped.node, *(node for node, _ in escaped.views)]
     if any(node.meta["example_value"].requires_grad != value.requires_grad for node in nodes):
         return "as a view that was made under no_grad"
@@ -135,8 +137,8 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     rows = 1
     for size in value.shape[:-1]:
         rows *= compat.hint(size)
-    made = any(op.name in ("scale", "fill") for op in value.class_ops)
-    if (made or not _is_given(head.weight)) and compat.hint(head.hidden) > rows:
+    made = any(op.name in ("scale", "fill", "extend") for op in value.class_ops)
+    if (made or not _is_given(head.weight)) and compat.hint(value.hidden) > rows:
         return "fewer than the weight, which is computed in the graph"
     return ""
 
@@ -197,7 +199,8 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
     at: list[Any] = [place(operand) for operand in (input, weight, bias)]
     output.args = (tuple(returned),)
     transposed = head.weight_transposed and not value.class_ops
-    bare = replace(head, input=None, weight=None, bias=None, vocab=value.vocab, weight_transposed=transposed)
+    bare = replace(head, input=None, weight=None, bias=None, weight_transposed=transposed)
+    bare = replace(bare, hidden=value.hidden, vocab=value.vocab)
     logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
     return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed, views, bypassed, way)
 

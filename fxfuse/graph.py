@@ -23,7 +23,7 @@ from .analysis import Analysis, Candidate, analyse, example_of
 from .escape import Escape, send_out, why_not
 from .mutation import Timeline, tensors
 from .options import Options
-from .passes import KEPT, compute, computes_again, why
+from .passes import BESIDE, KEPT, compute, computes_again, why
 from .reasons import Reason, because
 from .report.chain import Told, uses_of
 from .report.records import Ending, Projection, Site, Watcher
@@ -114,6 +114,8 @@ class _Planner:
         same_grad = first.source.requires_grad == reader.source.requires_grad
         if not (same_rows and made_alike and same_mode and same_grad) or first.is_alone or reader.is_alone:
             return None
+        if first.chosen != reader.chosen:
+            return None
         weights = {r.class_weight for _, r in known.readers if r.want_class_sum}
         if reader.want_class_sum and weights and weights != {reader.class_weight}:
             return None
@@ -190,6 +192,8 @@ class _GraphEmit(Emit):
 def _write(one: Pass, emit: _GraphEmit, in_checkpoint: bool, memory: int) -> tuple[str, list[Node]]:
     """Emit a pass: the variant, and what replaces each of its readers."""
     variant, results = compute(emit, [reader for _, reader in one.readers], in_checkpoint, memory)
+    if variant == BESIDE:
+        return variant, results  # a view, as in eager
     return variant, [_as_eager(emit, node, result) for (node, _), result in zip(one.readers, results, strict=True)]
 
 
@@ -256,10 +260,10 @@ def _site(candidate: Candidate, passes: _Passes, told: Told, in_checkpoint: bool
     )
     with telling():
         rows: Any = 1
-        *sizes, _ = shape = example_of(candidate.node).shape
-        for size in sizes:
-            rows = rows * size
-        patterns = dict.fromkeys(reader.pattern for _, reader in candidate.readers) if fused else ()
+        shape = example_of(candidate.node).shape
+        for i, size in enumerate(shape):
+            rows = rows if i == candidate.axis else rows * size
+        patterns = dict.fromkeys(reader.pattern for _, readers in passes for reader in readers) if fused else ()
         logits, converted, gradient = _bytes(candidate, {variant for variant, _ in passes})
         causes = _causes(candidate, passes, in_checkpoint, memory) if fused else ()
         site = replace(
@@ -404,7 +408,8 @@ def _rewrite_graph(
                 emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
                 variant, results = _write(one, emit, in_checkpoint, options.memory)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
-                passes.setdefault(candidate, []).append((variant, [reader for _, reader in one.readers]))
+                if variant != BESIDE:
+                    passes.setdefault(candidate, []).append((variant, [reader for _, reader in one.readers]))
             made_for[candidate] = made[before:]
         _tell(listening, "planned", candidates)
         for candidate in candidates:

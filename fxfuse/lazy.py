@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from .algebra import ClassTensor, Head
+from .algebra import ClassTensor, Head, Reader
 from .eager import dense
 from .operands import Operands
 from .report.chain import Applied, Way
@@ -43,6 +43,7 @@ class Origin:
         log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
             selected and scaled by.
         way: how the output came to be, for the report; None where that is not known.
+        normalisers: what was read that normalises rows, with its version then and its reader.
     """
 
     site: Site
@@ -55,6 +56,24 @@ class Origin:
     lock: Any = field(default_factory=threading.RLock)
     log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
     way: Way | None = None
+    normalisers: list[tuple[weakref.ref[Tensor], int, Reader]] = field(default_factory=list)
+
+    def remember(self, readers: Sequence[Reader], results: Sequence[Tensor]) -> None:
+        """Note what readers returned that normalises rows."""
+        self.normalisers = [known for known in self.normalisers if known[0]() is not None]
+        for reader, result in zip(readers, results, strict=True):
+            if reader.normalises and not result.is_inference():
+                self.normalisers.append((weakref.ref(result), result._version, reader))
+
+    def reader_of(self, tensor: Any) -> Reader | None:
+        """The reader that returned a tensor, with an axis for the classes; None where that is not known."""
+        if not isinstance(tensor, Tensor) or tensor.is_inference():
+            return None
+        for known, version, reader in self.normalisers:
+            same = known() is tensor and tensor._version == version
+            if same and tensor.dim() == len(reader.source.shape):
+                return reader
+        return None
 
     @property
     def head(self) -> str:

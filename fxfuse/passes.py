@@ -11,15 +11,19 @@ import torch
 
 from . import ops
 from .algebra import (
+    Beside,
     ClassTensor,
     Coefficients,
     Comparison,
     Emit,
+    Exponentials,
     Handle,
     Logits,
     LogProbs,
+    OneOfEach,
     Reader,
     Statistics,
+    WeighedLogits,
     Whole,
     with_offset,
 )
@@ -33,6 +37,7 @@ RECOMPUTED = "recompute in backward"
 FORWARD_ONLY = "forward only"
 WHOLE = "all entries, normalised in place"
 WITHOUT_LOGITS = "without a product"
+BESIDE = "not of logits"
 
 
 def computes_again(readers: Sequence[Reader], memory: int) -> bool:
@@ -55,17 +60,22 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
     """
     source = readers[0].source
-    prepared = operands_of(emit, source)
+    if isinstance(readers[0], Beside):
+        return BESIDE, [readers[0].finish(emit, Statistics(), None)]
     if isinstance(readers[0], Whole):
-        return WHOLE, [_whole(emit, readers[0], prepared, memory)]
+        return WHOLE, [_whole(emit, readers[0], _level(emit, source), memory)]
     if isinstance(source, Comparison):
-        return _comparison(emit, readers[0], source, prepared, memory)
+        return _comparison(emit, readers[0], source, memory)
+    prepared = operands_of(emit, source)
+    if readers[0].chosen is not None:
+        trained = source.requires_grad and any(h is not None and emit.example(h).requires_grad for h in prepared)
+        return (RECOMPUTED if trained else FORWARD_ONLY), _chosen(emit, readers, prepared, memory)
     if all(map(_only_sums, readers)) and not source.transform:
         stats = Statistics(class_sum=class_sum(emit, prepared, source))
-        return WITHOUT_LOGITS, [reader.finish(emit, stats, None) for reader in readers]
+        return WITHOUT_LOGITS, [finished(emit, reader, stats, None) for reader in readers]
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in prepared]
     if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
-        variant, result = _loss(emit, readers[0], prepared, needs)
+        variant, result = _loss(emit, readers[0], _level(emit, source), needs)
         return variant, [result]
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
 
@@ -138,14 +148,27 @@ def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int)
     return out if last else emit(torch.movedim, out, -1, source.class_dim)
 
 
-def _comparison(
-    emit: Emit, reader: Reader, source: Comparison, operands: tuple[Handle, ...], memory: int
-) -> tuple[str, list[Handle]]:
+def _chosen(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int) -> list[Handle]:
+    """What readers of the largest or smallest logits of each row return."""
+    source, chosen = readers[0].source, readers[0].chosen
+    assert chosen is not None
+    options = _options(source) | ({"memory": memory} if memory else {})
+    out = emit(ops.linear_topk, *operands, source.scale, *chosen, **options)
+    values, index, lse, residual = (emit(operator.getitem, out, i) for i in range(4))
+    least = (emit(torch.unsqueeze, one, 1) for one in (lse, residual))
+    log_prob = values
+    for one in least:
+        log_prob = emit(torch.sub, log_prob, one)
+    stats = Statistics(lse=lse, picked=values, log_prob=log_prob)
+    return [finished(emit, reader, stats, index) for reader in readers]
+
+
+def _comparison(emit: Emit, reader: Reader, source: Comparison, memory: int) -> tuple[str, list[Handle]]:
     teacher = source.teacher
     assert teacher is not None
     # Where nothing flows to what is compared, nothing flows to the teacher.
     teacher = teacher if source.requires_grad else replace(teacher, requires_grad=False)
-    others = operands_of(emit, teacher)
+    operands, others = _level(emit, source), _level(emit, teacher)
     options = {"transform": encode(source.transform), "teacher_transform": encode(teacher.transform), "memory": memory}
     options = {name: value for name, value in options.items() if value}
     out = emit(ops.linear_divergence, *operands, source.scale, *others, teacher.scale, **options)
@@ -174,11 +197,72 @@ def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle
     if source.class_dim != len(source.shape) - 1:
         rows = emit(torch.movedim, rows, source.class_dim, -1)
     weight, bias = source.classes(emit)
-    shifted = any(op.shifts for op in source.class_ops)
+    shifted = any(op.shifts for op in source.since_extension)
     return (
-        ready(emit(torch.reshape, rows, (-1, head.hidden)), head.dtype),
+        ready(emit(torch.reshape, rows, (-1, source.hidden)), head.dtype),
         ready(weight, head.dtype),
         ready(bias, acc_dtype(head.dtype) if shifted else head.dtype),
+    )
+
+
+def _row_shift(emit: Emit, source: ClassTensor) -> Handle | None:
+    """What is added to all logits of each row in the end, ``[N]`` in the accumulation dtype; None if nothing is."""
+    shift = source.row_shift(emit)
+    if shift is None:
+        return None
+    if source.class_dim != len(source.shape) - 1:
+        shift = emit(torch.movedim, shift, source.class_dim, -1)
+    shift = emit(torch.Tensor.to, emit(torch.reshape, shift, (-1,)), acc_dtype(source.head.dtype))
+    return shift if source.requires_grad else emit(torch.detach, shift)
+
+
+def _level(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle]:
+    """The operands of what a shift of all logits of a row does not change.
+
+    Where that is not finite everything of the row is NaN, and its gradient is zero, as nothing of it is there.
+    """
+    input, weight, bias = operands_of(emit, source)
+    shift = _row_shift(emit, source)
+    if shift is not None:
+        nothing = emit(torch.unsqueeze, emit(torch.sub, shift, shift), 1)
+        input = emit(torch.add, input, emit(torch.Tensor.to, nothing, source.head.dtype))
+    return input, weight, bias
+
+
+def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None) -> Handle:
+    """What ``reader`` returns, from the statistics of its logits without the shift of rows."""
+    source = reader.source
+    shift = _row_shift(emit, source)
+    if shift is None:
+        return reader.finish(emit, stats, index)
+    nothing = emit(torch.sub, shift, shift)  # not a number where normalising what was shifted gives none
+    kind = source.of if isinstance(source, OneOfEach) else type(source)
+    kept = kind in (Logits, Exponentials, WeighedLogits)
+    level = shift if kept else nothing
+
+    def plus(statistic: Handle, more: Handle) -> Handle:
+        if statistic is None:
+            return None
+        return emit(
+            torch.add, statistic, emit(torch.unsqueeze, more, 1) if emit.example(statistic).dim() == 2 else more
+        )
+
+    sums = stats.class_sum
+    if reader.want_class_sum:
+        weight = _class_weight(emit, reader)
+        sums = plus(sums, emit(torch.mul, level, source.vocab if weight is None else emit(torch.sum, weight)))
+    return reader.finish(
+        emit,
+        replace(
+            stats,
+            lse=plus(stats.lse, level),
+            picked=plus(stats.picked, level),
+            log_prob=plus(stats.log_prob, nothing),
+            class_sum=sums,
+            entropy=plus(stats.entropy, nothing) if reader.want_entropy else None,
+            top=plus(stats.top, level) if reader.want_top else None,
+        ),
+        index,
     )
 
 
@@ -254,5 +338,5 @@ def statistics(
     results = []
     for reader in readers:
         mine = Statistics(lse, own(picked, reader), own(log_prob, reader), class_sum, entropy, top, argmax)
-        results.append(reader.finish(emit, mine, own(index, reader)))
+        results.append(finished(emit, reader, mine, own(index, reader)))
     return results, lse

@@ -39,8 +39,8 @@ _KINDS = (
     Kind(
         "unknown_reader",
         "{detail} reads the logits, and fxfuse has no rule for it",
-        "read them only through cross_entropy, log_softmax and gather, nll_loss, logsumexp, entropy or argmax; take "
-        "anything else, such as another metric, from a separate call (what is part of the loss itself needs all "
+        "read them only through cross_entropy, log_softmax and gather, nll_loss, logsumexp, entropy, argmax or topk; "
+        "take anything else, such as another metric, from a separate call (what is part of the loss itself needs all "
         "logits: no other spelling of the same loss avoids that)",
     ),
     Kind(

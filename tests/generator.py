@@ -164,6 +164,7 @@ ODD_TRANSFORMS = [
     "{z} / ({y}.clamp(min=0) + 1).unsqueeze({c})",  # one a row
     "{z} * s.x[..., :1].exp()",
     "{z} + s.x[..., :1]",
+    "{z} - {y}.unsqueeze({c}).to({z}.dtype)",
     "{z} + s.b[:{n}]{v}",
     "{z} - s.c[:{n}]{v}.log()",
     "{z} * s.c[:{n}]{v}",
@@ -342,6 +343,8 @@ ODD_READERS = [
     "F.softmax({z}, dim={c}).gather({c}, {index})",
     "(1 - {z}.softmax({c}).gather({c}, {index})) ** 2 * {z}.log_softmax({c}).gather({c}, {index})",
     "{z}.exp().sum({c}).log()",
+    "({z}.exp() / {z}.exp().sum({c}, keepdim=True)).gather({c}, {index})",
+    "({z} - {z}.exp().sum({c}, keepdim=True).log()).gather({c}, {index})",
     "torch.log_softmax({z}, {c}, dtype=torch.float64).gather({c}, {index})",
     "F.softmax({z}, dim={c}, dtype=torch.float32).amax({c})",
     # the largest
@@ -355,8 +358,12 @@ ODD_READERS = [
     "{z}.min({c}).values",
     "{z}.topk(3, {c}).values",
     "{z}.topk(3, dim={c})[1]",
+    "({z}.topk(2, {c}).indices == {y}.unsqueeze({c})).any({c})",
+    "{z}.softmax({c}).topk(2, {c}, largest=False).values",
+    "{z}.log_softmax({c}).topk(3, {c})[0]",
     "{z}.softmax({c}).max({c}).values",
-    "({z} > {z}.gather({c}, {index})).sum({c})",  # the rank
+    # The rank; not so that a logit is compared with itself, once as it was read and once as it was picked.
+    "({z} > {z}.gather({c}, {index}) + 1e-3).sum({c})",
     # all of it
     "{z}.softmax({c})",
     "F.log_softmax({z}, {c})",

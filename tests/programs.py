@@ -174,6 +174,23 @@ def _olmo_z_loss(s: World) -> Any:
     return loss / t.numel() + 1e-2 * (z.logsumexp(-1).pow(2) * t.ne(-100)).sum()
 
 
+def _weight_first(s: World) -> Any:
+    x, y = s.x.view(-1, HIDDEN), s.y.view(-1)
+    rows = s.w @ s.x.mT  # [B, V, T]
+    a = F.cross_entropy(rows, s.y), rows[:, :, 1:].logsumexp(1), _rows(rows.mT.log_softmax(-1), s.y)
+    z = torch.mm(s.w, x.t())  # [V, N]
+    b = F.cross_entropy(z.t(), y), (z / 2 + s.b[:, None])[:, 1:].logsumexp(0)
+    return *a, *b, F.cross_entropy(s.w @ x[0], y[0]), torch.mv(s.w, x[1]).logsumexp(0)
+
+
+def _einsum_classes_not_last(s: World) -> Any:
+    x = s.x.view(-1, HIDDEN)
+    a = torch.einsum("vd,nd->vn", s.w, x).T.log_softmax(-1).gather(-1, s.y.view(-1, 1))
+    b = F.cross_entropy(torch.einsum("bsd,vd->bvs", s.x, s.w), s.y)
+    c = torch.einsum("dv,bsd->vsb", s.w.t(), s.x)[:, 1:].logsumexp(0)
+    return a, b, c, torch.einsum("vd,bds->bvs", s.w, s.x.mT).softmax(1).amax(1).detach()
+
+
 def _two_heads(s: World) -> Any:
     return ce(s.z, s.y) + ce(F.linear(s.x, s.w * 2), s.y)
 
@@ -234,11 +251,68 @@ def _in_place_by_tensors(s: World) -> Any:
 
 
 def _temperatures(s: World) -> Any:
-    """A parameter, one for each row, one for each sequence; with a bias only the first can be."""
+    """A parameter, one for each row, one for each sequence."""
     z, t = s.z, s.b[0].exp()
     a = ce(s.zb / t, s.y) + ce(z * t, s.masked)
     b = _rows((z / s.x[..., :1].exp()).log_softmax(-1), s.y)
     return a, b, (z * s.b[:BATCH].view(-1, 1, 1)).logsumexp(-1)
+
+
+def _temperatures_over_biases(s: World) -> Any:
+    """Every one of the row's temperatures is also the bias's, but not of what is added after it."""
+    t, u = s.x[..., :1].exp(), s.b[:BATCH].exp().view(-1, 1, 1)
+    a = ce((s.zb / t)[:, 1:] / 2, s.y[:, 1:]) + ce((s.zb * s.c * t + s.b) / u, s.masked, reduction="sum")
+    z = s.zb.mT / t.mT
+    return a, (torch.cat([z, z.flip(2)], 2).contiguous() - 1).logsumexp(1), (s.zb / u).sum(-1)
+
+
+def _temperature_over_a_mask(s: World) -> Any:
+    z = (s.zb.masked_fill(s.c > 0.6, -50.0) + s.b) / (s.y + 1)[..., None]
+    return ce(z, s.y, label_smoothing=0.1), z.max(-1)[0], z[..., 3:].softmax(-1).gather(-1, s.y[..., None] % 9)
+
+
+def _row_shifts(s: World) -> Any:
+    z, r = s.zb, s.x[..., :1].sin()
+    up = z + r
+    a = up.logsumexp(-1), up.gather(-1, s.y[..., None]), up.sum(-1), (up * 2).mean(-1), up.max(-1)[0]
+    lp = (z - r[:, :1]).log_softmax(-1)
+    p = up.softmax(-1)
+    b = _rows(lp, s.y), lp.sum(-1), -(p * up.log_softmax(-1)).sum(-1), (p * up).sum(-1)
+    return *a, *b, ce(up, s.masked), ce(up / 3, s.y, label_smoothing=0.1, weight=s.c), up.argmax(-1)
+
+
+def _row_shifts_further(s: World) -> Any:
+    """What is done to rows after the shift is done to the shift."""
+    r = s.x[..., 0]
+    z = (s.z.mT + r[:, None] - s.b[0]).masked_fill((s.c > 0.6)[:, None], float("-inf")) / r.detach().exp()[:, None]
+    a = z[1:].transpose(0, 2)[..., None].logsumexp(1, keepdim=True)
+    b = (2 * torch.tanh(s.z / 2) - r[..., None]) * 1.5 + 1
+    return a, b.view(-1, VOCAB)[2:].logsumexp(-1), ((s.zb + r[0, :, None]) * r[:, :1, None]).roll(1, 0).sum(-1)
+
+
+def _row_shifts_of_infinity(s: World) -> Any:
+    z = s.z.detach() + torch.where(s.y % 3 == 0, float("-inf"), 0.0)[..., None].to(s.x.dtype)
+    return z.logsumexp(-1), z.sum(-1), _rows(z.log_softmax(-1), s.y), ce(z[:, 1:], s.y[:, 1:], reduction="none")
+
+
+def _less_their_largest(s: World) -> Any:
+    z = s.zb
+    shifted = z - z.max(-1, keepdim=True).values
+    lp = shifted - shifted.logsumexp(-1, keepdim=True)
+    return _rows(lp, s.y), ce(z - z.detach().amax(-1, keepdim=True), s.y), _rows(shifted, s.y)
+
+
+def _shifted_in_place(s: World) -> Any:
+    z = s.z
+    z -= s.x[..., :1]
+    return ce(z, s.y), z.logsumexp(-1)
+
+
+def _log_sum_exp_mutated(s: World) -> Any:
+    z = s.z.detach()
+    lse = z.logsumexp(-1, keepdim=True)
+    lse += 1
+    return _rows(z - lse, s.y)
 
 
 def _bias_of_the_program(s: World) -> Any:
@@ -335,6 +409,33 @@ def _normalised_by_hand(s: World) -> Any:
     return _rows(lp, s.y), -(lp.exp() * lp).sum(-1), _rows(zb - zb.logsumexp(-1)[..., None], s.y), other.sum(-1)
 
 
+def _normalised_in_steps(s: World) -> Any:
+    """Softmax and log-softmax as the textbook has them."""
+    z = s.zb
+    z = z - z.max(-1, keepdim=True).values
+    e = z.exp()
+    total = e.sum(-1, keepdim=True)
+    lp = z - total.log()
+    return _rows(lp, s.y), lp.sum(-1), _rows(e / total, s.y), (e * 2).max(-1).values, _rows(e, s.y), e.mean(-1)
+
+
+def _exponentials(s: World) -> Any:
+    return torch.log(torch.exp(s.z).sum(-1)), _rows(s.zb.exp(), s.y), -_rows(s.z, s.y) + s.z.exp().sum(2).log()
+
+
+def _categorical(s: World) -> Any:
+    d = torch.distributions.Categorical(logits=s.zb, validate_args=False)
+    return d.log_prob(s.y), d.entropy()
+
+
+def _categorical_of_a_mask(s: World) -> Any:
+    """A class that has no probability adds nothing to the entropy."""
+    mask = s.c > 0.6
+    z = -2 * (s.z + s.b).masked_fill(mask, float("inf"))
+    d = torch.distributions.Categorical(logits=z, validate_args=False)
+    return d.log_prob(torch.where(mask[s.y], mask.long().argmin(), s.y)), d.entropy().mean()
+
+
 def _teacher(s: World) -> torch.Tensor:
     with torch.no_grad():
         return s.project(s.x.cos(), s.w.sin())
@@ -378,6 +479,24 @@ def _largest(s: World) -> Any:
     return values, classes, confidence, best[0], best.indices, z.detach().amax(-1)
 
 
+def _several_of_the_largest(s: World) -> Any:
+    z = s.zb
+    values, classes = z.topk(3)
+    lowest = torch.topk(z / s.x[..., :1].exp(), 2, largest=False)
+    p = (2 * z.mT.softmax(1)).topk(4, dim=1, sorted=True).values
+    lp = z[:, 1:].log_softmax(-1).topk(3)
+    return values, classes, lowest.values, lowest[1], p, *lp, (z - s.x[..., :1]).topk(2)[0], z[0, 0].topk(2, 0)[0]
+
+
+def _hits_among_the_largest(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        hits = (z.topk(5).indices == s.y[..., None]).any(-1)
+        capped = torch.tanh(z.flatten(0, 1)).topk(VOCAB)
+        lowest = z.topk(1, largest=False)
+    return ce(z, s.y), hits, capped.values, capped.indices, lowest.values, lowest.indices
+
+
 def _accuracy_beside(s: World) -> Any:
     z = s.z
     with torch.no_grad():
@@ -403,6 +522,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "one_row": lambda s: F.cross_entropy(F.linear(s.x[0, 0], s.w), s.y[0, 0]),
     "einsum": lambda s: ce(torch.einsum("btd,vd->btv", s.x, s.w), s.y),
     "einsum_weight_first": lambda s: ce(torch.einsum("dv, btd -> btv", s.w.t(), s.x), s.y),
+    "weight_first": _weight_first,
+    "einsum_classes_not_last": _einsum_classes_not_last,
     "computed_weight": lambda s: ce(
         F.linear(F.normalize(s.x, dim=-1), F.normalize(s.w + s.b[:, None] * 0.1, dim=-1)), s.y
     ),
@@ -417,6 +538,13 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "vocabulary_mask": _vocabulary_mask,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
+    "temperatures_over_biases": _temperatures_over_biases,
+    "temperature_over_a_mask": _temperature_over_a_mask,
+    "row_shifts": _row_shifts,
+    "row_shifts_further": _row_shifts_further,
+    "row_shifts_of_infinity": _row_shifts_of_infinity,
+    "less_their_largest": _less_their_largest,
+    "shifted_in_place": _shifted_in_place,
     "temperatures_in_class_dim_1": lambda s: (s.z.mT / s.x[..., 0].exp()[:, None]).logsumexp(1),
     "slice_and_bias_in_class_dim_1": lambda s: (s.z.mT[:, 2:9] * 2 + s.b[2:9, None]).logsumexp(1),
     "stacked_behind_the_classes": lambda s: (lambda z: torch.stack([z, z[:, :]], -1).logsumexp(2))(s.z),
@@ -521,10 +649,17 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "mean_of_one_class": lambda s: -s.z[..., -1:].mean(),
     "metrics_of_all": lambda s: (lambda z: (z.mean(), z.detach().sum(), (z.softmax(-1) * z).sum(), ce(z, s.y)))(s.zb),
     "largest": _largest,
+    "several_of_the_largest": _several_of_the_largest,
+    "hits_among_the_largest": _hits_among_the_largest,
     "accuracy_beside": _accuracy_beside,
     "normalised_twice": lambda s: (
         _rows(s.z.log_softmax(-1).log_softmax(-1), s.y) + _rows(s.z.log_softmax(-1).softmax(-1), s.y)
     ),
+    "normalised_by_hand": _normalised_by_hand,
+    "normalised_in_steps": _normalised_in_steps,
+    "exponentials": _exponentials,
+    "categorical": _categorical,
+    "categorical_of_a_mask": _categorical_of_a_mask,
     # two heads
     "distillation": _distillation,
     "distillation_by_rows": _distillation_by_rows,
@@ -564,8 +699,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
 # Fused too, but only in a graph: at run time, where values are written or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "in_place_through_views": _in_place_through_views,
-    "normalised_by_hand": _normalised_by_hand,
     "one_hot": lambda s: -(F.one_hot(s.y, VOCAB) * s.z.log_softmax(-1)).sum(-1),
+    "clamped_log_probs": lambda s: _rows(s.zb.log_softmax(-1).clamp(min=torch.finfo(s.x.dtype).min), s.y),
     "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),
     "one_hot_logits": lambda s: (s.z * F.one_hot(s.y, num_classes=VOCAB)).transpose(0, 1).sum(dim=-1, keepdim=True),
     "all_log_probs": lambda s: s.zb.log_softmax(-1),
@@ -625,18 +760,18 @@ def _temperature_mutated(s: World) -> Any:
     return z.logsumexp(-1)
 
 
+def _row_shift_mutated(s: World) -> Any:
+    r = s.x.detach()[..., :1] * 1
+    z = s.z.detach() - r
+    r.add_(1)
+    return z.logsumexp(-1)
+
+
 def _one_hot_of_written_labels(s: World) -> Any:
     y = s.y.clone()
     hot = F.one_hot(y, VOCAB)
     y[0] = 1
     return (s.z.log_softmax(-1) * hot).sum(-1)
-
-
-def _log_sum_exp_mutated(s: World) -> Any:
-    z = s.z.detach()
-    lse = z.logsumexp(-1, keepdim=True)
-    lse += 1
-    return _rows(z - lse, s.y)
 
 
 def _mutated_through_view(s: World) -> Any:
@@ -889,13 +1024,31 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "mutated_rows": ("mutated", _mutated_rows),
     "mutated_by_rows_through_a_view": ("mutated", _mutated_by_rows_through_a_view),
     "temperature_mutated": ("operand_mutated", _temperature_mutated),
-    "log_sum_exp_mutated": ("unknown_reader", _log_sum_exp_mutated),
-    "row_temperature_over_a_bias": ("unknown_reader", lambda s: ce(s.zb / s.x[..., :1].exp(), s.y)),
+    "log_sum_exp_mutated": ("operand_mutated", _log_sum_exp_mutated),
+    "row_shift_mutated": ("operand_mutated", _row_shift_mutated),
+    "row_temperature_over_another_s_bias": (
+        "unknown_reader",
+        lambda s: ce((F.linear(s.x.bfloat16(), s.w.bfloat16()) + s.c.bfloat16()) / s.x[..., :1].bfloat16(), s.y),
+    ),
+    "softcap_of_a_row_shift": ("unknown_reader", lambda s: ce(torch.tanh(s.z + s.x[..., :1]), s.y)),
+    "mask_of_a_row_shift": ("unknown_reader", lambda s: (s.z + s.x[..., :1]).masked_fill(s.c > 0.6, 2.0).sum(-1)),
+    "class_factor_of_a_row_shift": ("unknown_reader", lambda s: ((s.z + s.x[..., :1]) * s.b).logsumexp(-1)),
+    "joined_row_shifts": ("unknown_reader", lambda s: torch.stack([s.z + s.x[..., :1]] * 2).logsumexp(-1)),
+    "all_of_row_shifts_returned": ("returned", lambda s: s.z - s.x[..., :1]),
     "tensor_after_a_softcap": ("unknown_reader", lambda s: ce(torch.tanh(s.z) * s.b[0], s.y)),
     "mask_of_entries": ("unknown_reader", lambda s: ce(s.z.masked_fill(s.x[..., :1] > s.c, -5.0), s.y)),
+    "broadcast_logits": (
+        "unknown_reader",
+        lambda s: torch.broadcast_tensors(s.z, s.y[None, ..., None])[0].logsumexp(-1),
+    ),
+    "sum_over_either_axis": ("class_dim", lambda s: (lambda z: (z.logsumexp(0), z.logsumexp(1)))(s.w @ s.x[0].T)),
+    "clamped_over_a_temperature": (
+        "unknown_reader",
+        lambda s: torch.distributions.Categorical(logits=s.zb / s.x[..., :1].exp(), validate_args=False).entropy(),
+    ),
     "one_class": ("unknown_reader", lambda s: s.z[..., 3]),
     "empty_slice": ("unknown_reader", lambda s: s.z[..., :0].sum(-1)),
-    "several_of_the_largest": ("unknown_reader", lambda s: s.z.topk(3).values),
+    "most_of_the_largest": ("unsupported_argument", lambda s: F.linear(s.x, s.w.repeat(4, 1)).topk(65)[0]),
     "gradient_of_amax": ("unknown_reader", lambda s: s.z.amax(-1)),
     "joined_with_others": ("unknown_reader", lambda s: ce(torch.cat([s.z, s.x @ s.w.t() * 2], 1), s.y.repeat(1, 2))),
     "wider_by_a_tensor": ("unknown_reader", lambda s: (s.z[:, :1] * s.x[..., :1]).logsumexp(-1)),

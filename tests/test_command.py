@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from scripts import HEAD, TOPK, python, write
+from scripts import HEAD, RANKED, python, write
 
 from fxfuse.reasons import because
 from fxfuse.report import GraphRecord, Report, Site
@@ -75,10 +75,10 @@ def test_not_a_script(
 
 FUSED = Site("fused", "linear → cross_entropy", "/home/someone/train.py:42", "model.lm_head", 8, 4, 99, "float32")
 KEPT = Site(
-    *("kept", "linear → topk", "/home/someone/eval.py:7", "probe", 8, 4, 99, "float32"),
-    reason=because("unknown_reader", "topk", "/home/someone/eval.py:8"),
+    *("kept", "linear → sort", "/home/someone/eval.py:7", "probe", 8, 4, 99, "float32"),
+    reason=because("unknown_reader", "sort", "/home/someone/eval.py:8"),
 )
-SAYS = "not fused: probe at /home/someone/eval.py:7 (linear → topk): topk reads the logits, and fxfuse has no rule"
+SAYS = "not fused: probe at /home/someone/eval.py:7 (linear → sort): sort reads the logits, and fxfuse has no rule"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ SAYS = "not fused: probe at /home/someone/eval.py:7 (linear → topk): topk read
         (["train.py:42"], []),
         (["someone/eval.py:*"], [SAYS]),
         (["*cross_entropy*", "/home/*"], [SAYS]),
-        (["probe", "*topk"], [SAYS]),
+        (["probe", "*sort"], [SAYS]),
         (["other.py:*", "probe"], ["no head matches 'other.py:*'", SAYS]),
     ],
 )
@@ -256,13 +256,13 @@ def test_table_of_a_script(tmp_path: Path) -> None:
         """
         print("training")
         torch.compile(Model(), options=SMALL)(x, y).backward()
-        torch.compile(topk, options=SMALL)(x, torch.randn(32, 8))
+        torch.compile(ranked, options=SMALL)(x, torch.randn(32, 8))
         sys.exit(0)
         """,
-        *("--require", "lm_head", "--require", TOPK, "train.py"),
+        *("--require", "lm_head", "--require", RANKED, "train.py"),
     )
     assert done.returncode == 7, done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"fxfuse.report: not fused: {tmp_path}/{TOPK} (")
+    assert done.stderr.splitlines()[-1].startswith(f"fxfuse.report: not fused: {tmp_path}/{RANKED} (")
     assert "lm_head" not in done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "training"
@@ -270,8 +270,8 @@ def test_table_of_a_script(tmp_path: Path) -> None:
     assert f"{HEAD} " in fused
     assert "lm_head" in fused
     assert "6 x 8" in fused
-    assert f"{TOPK} " in kept
-    assert f"kept: matmul(w) → topk(2)\n    {TOPK}  return (x @ w.t()).topk(2).indices\n" in done.stdout
+    assert f"{RANKED} " in kept
+    assert f"kept: matmul(w) → sort → return\n    {RANKED}  return (x @ w.t()).sort().indices\n" in done.stdout
     assert "remedy: " in done.stdout
     assert lines[-1].startswith("2 heads: 1 fused, 1 kept; ")
 

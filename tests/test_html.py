@@ -30,8 +30,8 @@ BEFORE = (
     Box("view", "view", "derived", "2048 × 32000", "bfloat16", 0, "model.py:9", ("linear",)),
     Box("y", "labels", "operand", "2048", "int64"),
     Box("ce", "cross_entropy", "reader", "scalar", "float32", 4, "model.py:10", ("view", "y")),
-    Box("topk", "topk", "reader", "", "", 1 << 20, "model.py:10", ("view",)),
-    Box("output", "return", "other", inputs=("ce", "topk")),
+    Box("sort", "sort", "reader", "", "", 1 << 20, "model.py:10", ("view",)),
+    Box("output", "return", "other", inputs=("ce", "sort")),
 )
 AFTER = (
     *BEFORE[:2],
@@ -50,8 +50,8 @@ DEFERRED = Site(
     measured=Measured(note="nothing in this graph reads the logits"),
 )  # fmt: skip
 KEPT = Site(
-    "kept", f"linear → {HOSTILE} + linear → topk", f"dir/{HOSTILE}.py:9", f"head.{HOSTILE}", 2048, 64, 32000, "float16",
-    reason=because("unknown_reader", f"topk {HOSTILE}", "model.py:10"),
+    "kept", f"linear → {HOSTILE} + linear → sort", f"dir/{HOSTILE}.py:9", f"head.{HOSTILE}", 2048, 64, 32000, "float16",
+    reason=because("unknown_reader", f"sort {HOSTILE}", "model.py:10"),
 )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def test_what_comes_from_the_program_is_escaped(source: str) -> None:
     assert "<b>" not in source
     parsed = Tags(source)
     whole = " ".join(text for texts in parsed.text.values() for text in texts)
-    for shown in (f"train.py {HOSTILE}", f"head.{HOSTILE}", f"dir/{HOSTILE}.py:9", f"topk {HOSTILE} reads the logits"):
+    for shown in (f"train.py {HOSTILE}", f"head.{HOSTILE}", f"dir/{HOSTILE}.py:9", f"sort {HOSTILE} reads the logits"):
         assert shown in whole
 
 
@@ -166,7 +166,7 @@ def test_every_head_is_told(source: str) -> None:
 def test_only_the_reader_in_the_way_is_marked(source: str) -> None:
     """Of two on one line, the one that the reason names."""
     (marked,) = re.findall(r'<g class="reader blocks".*?</g>', source, re.DOTALL)
-    assert ">topk<" in marked
+    assert ">sort<" in marked
 
 
 def test_status_is_never_a_colour_alone(source: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import HEAD, TOPK, python, write
+from scripts import HEAD, RANKED, python, write
 
 from fxfuse.__main__ import main
 from fxfuse.report.run import route, routed, through_fxfuse
@@ -210,7 +210,7 @@ def test_the_report_is_printed_however_the_script_ends(end: str, tmp_path: Path)
     write(tmp_path, COMPILES)
     with (tmp_path / "train.py").open("a") as file:
         file.write(
-            f"import atexit; atexit.register(torch.compile(topk, options=SMALL), x, torch.randn(32, 8))\n{end}\n"
+            f"import atexit; atexit.register(torch.compile(ranked, options=SMALL), x, torch.randn(32, 8))\n{end}\n"
         )
     done = python(tmp_path, "-m", "fxfuse", "--report", "--report-json", "heads.json", "train.py")
     assert (done.returncode == 0) == (end == "")
@@ -221,7 +221,7 @@ def test_the_report_is_printed_however_the_script_ends(end: str, tmp_path: Path)
     assert table.splitlines()[-1].startswith("2 heads: 1 fused, 1 kept; ")
     parsed = json.loads((tmp_path / "heads.json").read_text(encoding="utf-8"))
     assert [site["status"] for graph in parsed["graphs"] for site in graph["sites"]] == ["fused", "kept"]
-    assert parsed["graphs"][1]["sites"][0]["where"] == f"{tmp_path}/{TOPK}"
+    assert parsed["graphs"][1]["sites"][0]["where"] == f"{tmp_path}/{RANKED}"
 
 
 @pytest.mark.slow

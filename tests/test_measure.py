@@ -237,7 +237,7 @@ def test_two_heads_are_measured_each(mine: Journal) -> None:
 def test_a_kept_head_is_not_measured(mine: Journal) -> None:
     def program(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         z = F.linear(x, w)
-        return F.cross_entropy(z, y), z.topk(5).indices
+        return F.cross_entropy(z, y), z.sort().indices
 
     assert measured(mine, compiled(mine, program)) == [None]
 

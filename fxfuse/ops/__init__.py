@@ -6,7 +6,8 @@ known beforehand: its gradients are made in the forward pass, where the exponent
 in the backward.  ``linear_loss_exponentials`` is the same but keeps the exponentials and makes the gradients in the
 backward: for few rows on some GPUs, where ``cuda.keeps_exponentials`` says so, and nowhere else.  ``memory``
 bounds the buffers of its backward, in bytes; 0 leaves them to the implementation. ``check_index``
-validates class indices the way ``nll_loss`` and ``gather`` do.  ``softmax`` and ``divergence`` have ops of their own.
+validates class indices the way ``nll_loss`` and ``gather`` do.  ``softmax``, ``divergence`` and ``topk`` have ops of
+their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .contract import acc_dtype, stash_dtype
 from .divergence import linear_divergence as linear_divergence
 from .library import NEEDS, backward_fake, gradients_fake, guarded, lib, refuse_second_order
 from .softmax import linear_softmax as linear_softmax
+from .topk import linear_topk as linear_topk
 
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias, Tensor index, Tensor? class_weight, float scale"
 

@@ -51,9 +51,16 @@ class Head(NamedTuple):
             yield slice(start, stop), self.weight[start:stop].to(self.acc)
 
     def logits(self, rows: Tensor, out: Tensor, want_slope: bool) -> tuple[Tensor, Tensor | None]:
-        """The logits, in ``out`` where they are not transformed; and if wanted the derivative of the transform."""
-        for at, block in self.blocks():
-            torch.mm(rows, block.t(), out=out[:, at])
+        """The logits, in ``out`` where they are not transformed; and if wanted the derivative of the transform.
+
+        ``rows`` are in the accumulation dtype, or in that of the weight.
+        """
+        if rows.is_cuda and rows.dtype != self.acc:
+            torch.ops.aten.mm.dtype_out(rows, self.weight.t(), self.acc, out=out)
+        else:
+            rows = rows.to(self.acc)
+            for at, block in self.blocks():
+                torch.mm(rows, block.t(), out=out[:, at])
         if self.bias is not None:
             out += self.bias
         if self.scale != 1.0:
@@ -63,9 +70,9 @@ class Head(NamedTuple):
         return apply(self.transform, out), None
 
 
-def row_slices(rows: int, row_bytes: int, memory: int) -> list[slice]:
-    """Equal chunks of rows, each of which takes at most ``memory`` bytes or ``CHUNK_BYTES``; none where N is 0."""
-    step = max(MIN_CHUNK_ROWS, min(CHUNK_BYTES, memory or CHUNK_BYTES) // max(1, row_bytes))
+def row_slices(rows: int, row_bytes: int, memory: int, most: int = CHUNK_BYTES) -> list[slice]:
+    """Equal chunks of rows, each of which takes at most ``memory`` bytes or ``most``; none where N is 0."""
+    step = max(MIN_CHUNK_ROWS, min(most, memory or most) // max(1, row_bytes))
     # A short last one would waste a product.
     step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -93,7 +100,7 @@ class _Softmax(NamedTuple):
 ENTROPY_BUFFERS = 3
 
 
-def _exponentiate(
+def exponentiate(
     z: Tensor,
     index: Tensor,
     class_weight: Tensor | None,
@@ -236,7 +243,7 @@ def linear_stats(
     wanted = (index >= 0).any(1) if skip_unindexed else None
     buffers = ENTROPY_BUFFERS if want_entropy else 1
     for chunk in _chunks(head, input, index, wanted, want_slope=False, memory=memory, buffers=buffers):
-        stats, _ = _exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy, want_top)
+        stats, _ = exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy, want_top)
         lse[chunk.at], residual[chunk.at] = stats.lse, stats.residual
         picked[chunk.at], log_prob[chunk.at] = stats.picked, stats.log_prob
         if stats.class_sum is not None:
@@ -330,7 +337,7 @@ def _sweep(
     want_class_sum, want_entropy = see is not None and up.class_sum is not None, up.entropy is not None
     buffers = ENTROPY_BUFFERS if want_entropy else 1
     for chunk in _chunks(head, input, index, wanted, want_slope=grads.any(), memory=memory, buffers=buffers):
-        stats, softmax = _exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy)
+        stats, softmax = exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy)
         if see is not None:
             see(chunk.at, stats)
         if not grads.any():

@@ -170,6 +170,22 @@ def linear_softmax(
     return (z.log_softmax(1) if log else z.softmax(1)).to(dtype)
 
 
+def linear_topk(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    k: int,
+    largest: bool,
+    sorted: bool,
+    *,
+    transform: str = "",
+) -> tuple[Tensor, ...]:
+    z, _ = logits(input, weight, bias, scale, transform)
+    lse = z.logsumexp(1)
+    return *z.topk(k, 1, largest, sorted), lse, torch.zeros_like(lse)
+
+
 def linear_divergence(
     input: Tensor,
     weight: Tensor,

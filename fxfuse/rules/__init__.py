@@ -175,16 +175,16 @@ def head(
     return _register(HEADS, functions, make)
 
 
-def head_of(function: Function, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Head | None:
-    """The head that this call is, or None."""
+def heads_of(function: Function, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Head, ...]:
+    """The heads that this call may be, the likeliest first; usually one or none."""
     row = HEADS.get(function)
     if row is None:
-        return None
+        return ()
     try:
         found = row(call, args, kwargs)
     except Keep:
-        return None
-    return found
+        return ()
+    return found if isinstance(found, tuple) else () if found is None else (found,)
 
 
 Outcome = ClassTensor | Reader

@@ -1,4 +1,9 @@
-"""Which calls are projections to a vocabulary."""
+"""Which calls are projections to a vocabulary.
+
+A product of two matrices may be one in two ways: either may be the weight. A rule then returns both, the likelier
+first. Where the weight comes first or the classes do not come last, as is rare, it must look like one: other products
+are not to be followed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from ..algebra import Head
+from ..compat import hint
 from . import Call, head
+
+# How many times as large as the hidden size a vocabulary is: more than what a gated MLP projects to (28672 / 8192 =
+# 3.5), less than in that model (32000 / 8192 = 3.9).
+VOCABULARY_RATIO = 3.6
 
 
 @head(F.linear)
@@ -20,10 +30,16 @@ def linear(call: Call, input: Any, weight: Any, bias: Any = None) -> Head | None
 
 
 @head(torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__")
-def matmul(call: Call, input: Any, other: Any) -> Head | None:
-    if call.example(other).dim() != 2 or call.example(input).dim() < 1:
-        return None
-    return _head(call, input, other, None, transposed=True)
+@head(torch.mv, "mv")
+def matmul(call: Call, input: Any, other: Any) -> tuple[Head, ...]:
+    dims = call.example(input).dim(), call.example(other).dim()
+    found = []
+    if dims[1] == 2 and dims[0] >= 1:
+        found.append(_head(call, input, other, None, transposed=True))
+    if dims[0] == 2 and dims[1] >= 1:
+        classes_first = _head(call, other, input, None, transposed=False, axis=-1 if dims[1] == 1 else -2)
+        found += [classes_first] if _looks_like_one(classes_first) else []
+    return tuple(found)
 
 
 @head(torch.addmm, "addmm")
@@ -35,26 +51,39 @@ def addmm(call: Call, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha:
 
 
 @head(torch.einsum, like=lambda equation, *operands: None)
-def einsum(call: Call, equation: Any, operands: Any) -> Head | None:
-    """Hidden states and a matrix that share one letter, which goes; that of the vocabulary comes last."""
+def einsum(call: Call, equation: Any, operands: Any) -> tuple[Head, ...]:
+    """Hidden states and a matrix that share one letter, which goes; that of the vocabulary comes in its place."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2:
-        return None
+        return ()
     terms, arrow, result = equation.replace(" ", "").partition("->")
     first, comma, second = terms.partition(",")
-    if not arrow or not comma or "." in terms or "," in second:
-        return None
+    if not arrow or not comma or "." in terms or "," in second or len(set(result)) != len(result):
+        return ()
+    found: list[Head] = []
     for input, rows, weight, classes in ((*pair[0], *pair[1]) for pair in _orders(operands, (first, second))):
-        if len(set(rows)) != len(rows) or len(classes) != 2 or call.example(weight).dim() != 2:
-            continue
         shared = set(rows) & set(classes)
-        if len(shared) != 1 or result[-1:] not in classes or result[-1:] in shared or result[:-1] in ("", *shared):
+        if len(set(rows)) != len(rows) or len(classes) != 2 or len(shared) != 1 or call.example(weight).dim() != 2:
             continue
         (hidden,) = shared
-        if rows == result[:-1] + hidden:
-            return _head(call, input, weight, None, transposed=classes.index(hidden) == 0)
-    return None
+        vocab = classes.replace(hidden, "")
+        placed = rows.replace(hidden, vocab)
+        if sorted(placed) != sorted(result):
+            continue
+        order = tuple(map(placed.index, result))
+        axis = rows.index(hidden) - len(rows)
+        layout = {"axis": axis, "order": None if placed == result else order}
+        head = _head(call, input, weight, None, transposed=classes.index(hidden) == 0, **layout)
+        if result[-1] == vocab:
+            found.insert(0, head)
+        elif _looks_like_one(head):
+            found.append(head)
+    return tuple(found)
+
+
+def _looks_like_one(head: Head) -> bool:
+    return hint(head.vocab) >= VOCABULARY_RATIO * hint(head.hidden)
 
 
 def _orders(operands: Any, letters: Any) -> Any:
@@ -62,8 +91,8 @@ def _orders(operands: Any, letters: Any) -> Any:
     return (pairs, pairs[::-1])
 
 
-def _head(call: Call, input: Any, weight: Any, bias: Any, *, transposed: bool) -> Head | None:
+def _head(call: Call, input: Any, weight: Any, bias: Any, *, transposed: bool, **layout: Any) -> Head:
     vocab, hidden = call.example(weight).shape
     if transposed:
         vocab, hidden = hidden, vocab
-    return Head(input, weight, bias, transposed, hidden, vocab, call.out.dtype)
+    return Head(input, weight, bias, transposed, hidden, vocab, call.out.dtype, **layout)

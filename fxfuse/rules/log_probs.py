@@ -9,11 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..algebra import ClassTensor, Emit, Handle, Index, Logits, LogProbs, Probs, Reader, Statistics, become
+from ..algebra import (
+    ClassTensor,
+    Emit,
+    Exponentials,
+    Handle,
+    Index,
+    Logits,
+    LogProbs,
+    Probs,
+    Reader,
+    Statistics,
+    become,
+)
 from ..compat import same
 from . import Call, rule
 from .casts import converted
-from .statistics import along_classes, times
+from .statistics import along_classes, most, times
 
 # The index [N, K] and what is picked are small beside [N, V] only while K is small beside V.
 MAX_COLUMNS = 64
@@ -43,9 +55,9 @@ def softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> Class
 
 @rule(torch.exp, "exp")
 def exp(call: Call, input: Any) -> ClassTensor:
-    if not isinstance(input, LogProbs) or input.factor != 1.0:
+    if not isinstance(input, (Logits, LogProbs)) or input.factor != 1.0:
         call.keep("unknown_reader")
-    return become(Probs, input, call.name)
+    return become(Exponentials if isinstance(input, Logits) else Probs, input, call.name)
 
 
 @rule(torch.log, "log")
@@ -100,6 +112,33 @@ def _picked(call: Call, input: Any, dim: Any, index: Any, wraps: bool) -> Reader
     return Reader(input, call.name, finish, Index(make, (index, "gather", axis, wraps)), operands=(index,))
 
 
+@rule(torch.topk, "topk", reads="scores")
+def topk(
+    call: Call, input: Any, k: Any, dim: Any = -1, largest: Any = True, sorted: Any = True
+) -> tuple[Reader, Reader]:
+    along_classes(call, input, dim)
+    if k == 1 and largest:
+        return most(call, input, dim, True)
+    if not isinstance(k, int) or not 0 < k <= min(MAX_COLUMNS, input.vocab):
+        call.keep("unsupported_argument", f"{call.name} has k={k}; fxfuse finds up to {MAX_COLUMNS} classes a row")
+    if input.factor < 0:
+        call.keep("unknown_reader", f"{call.name} of something other than logits")
+    entries = _entries(call, input)
+    axis, last = input.class_dim, input.class_dim == len(input.shape) - 1
+
+    def shaped(emit: Emit, found: Handle) -> Handle:
+        """``found [N, k]`` with the rows of ``input``."""
+        column = emit(torch.narrow, input.hidden_states(emit), axis, 0, 1)
+        column = column if last else emit(torch.movedim, column, axis, -1)
+        rows = emit(torch.Tensor.expand, column, (*[-1] * (len(input.shape) - 1), k))
+        found = emit(torch.Tensor.reshape_as, found, rows)
+        return found if last else emit(torch.movedim, found, -1, axis)
+
+    chosen = k, bool(largest), bool(sorted)
+    values = Reader(input, call.name, lambda emit, stats, _: shaped(emit, entries(emit, stats)), chosen=chosen)
+    return values, Reader(input, call.name, lambda emit, _, index: shaped(emit, index), chosen=chosen)
+
+
 def entry_of_each(call: Call, input: ClassTensor, index: Handle) -> Reader:
     """The entry ``index[i]`` of row i of ``input``, whose class axis is the last; negative ones count from the end."""
 
@@ -125,4 +164,6 @@ def _entries(call: Call, input: ClassTensor) -> Callable[[Emit, Statistics], Han
         return lambda emit, stats: times(emit, stats.log_prob, input.factor)
     if isinstance(input, Probs):
         return lambda emit, stats: times(emit, emit(torch.exp, stats.log_prob), input.factor)
+    if isinstance(input, Exponentials):
+        return lambda emit, stats: times(emit, emit(torch.exp, stats.picked), input.factor)
     call.keep("unknown_reader", f"{call.name} of products of logits")

@@ -12,6 +12,7 @@ from ..algebra import (
     ClassTensor,
     Comparison,
     Emit,
+    Exponentials,
     Handle,
     Index,
     Logits,
@@ -32,7 +33,7 @@ def logsumexp(call: Call, input: Any, dim: Any, keepdim: Any = False) -> Reader:
     if not isinstance(input, Logits):
         call.keep("unknown_reader", "logsumexp of log-probabilities")
     along_classes(call, input, dim)
-    return Reader(input, call.name, _one_a_row(input, keepdim, lambda emit, stats: stats.lse), log_sum_exp=True)
+    return Reader(input, call.name, _one_a_row(input, keepdim, lambda emit, stats: stats.lse), normalises=True)
 
 
 @rule(torch.sum, "sum", reads="scores")
@@ -82,6 +83,7 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader
         want_class_sum=kind in (Logits, LogProbs) and index is None,
         want_entropy=weighed,
         operands=() if index is None else (input.hot,),
+        normalises=kind is Exponentials and dim is not None and not mean,
     )
 
 
@@ -96,54 +98,50 @@ def _classes_of(input: OneOfEach) -> Index:
 # The sum over the vocabulary of each kind, from the statistics and the size of the vocabulary.
 _TOTALS: dict[type[ClassTensor], Callable[[Emit, Statistics, int], Handle]] = {
     Logits: lambda emit, s, vocab: s.class_sum,
+    Exponentials: lambda emit, s, vocab: emit(torch.exp, s.lse),
     LogProbs: lambda emit, s, vocab: emit(torch.sub, s.class_sum, emit(torch.mul, s.lse, float(vocab))),
     WeighedLogits: lambda emit, s, vocab: emit(torch.sub, s.lse, s.entropy),
     WeighedLogProbs: lambda emit, s, vocab: emit(torch.neg, s.entropy),
 }
 
 
-def _most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader]:
+def most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader]:
     """The largest entry of each row, and its class."""
     along_classes(call, input, dim)
-    if input.factor < 0 or isinstance(input, (WeighedLogits, WeighedLogProbs)):
+    if input.factor < 0 or type(input) not in (Logits, LogProbs, Probs, Exponentials):
         call.keep("unknown_reader", f"{call.name} of something other than logits")
 
     def top(emit: Emit, stats: Statistics) -> Handle:
         if isinstance(input, Logits):
             return stats.top
+        if isinstance(input, Exponentials):
+            return times(emit, emit(torch.exp, stats.top), input.factor)
         log_prob = emit(torch.sub, stats.top, stats.lse)
         return times(emit, emit(torch.exp, log_prob) if isinstance(input, Probs) else log_prob, input.factor)
 
     values = Reader(input, call.name, _one_a_row(input, keepdim, top), want_top=True)
-    return values, _classes_of_most(call, input, keepdim)
+    return values, _classes_ofmost(call, input, keepdim)
 
 
-def _classes_of_most(call: Call, input: Any, keepdim: Any) -> Reader:
+def _classes_ofmost(call: Call, input: Any, keepdim: Any) -> Reader:
     return Reader(input, call.name, _one_a_row(input, keepdim, lambda emit, stats: stats.argmax), want_top=True)
 
 
 @rule(torch.argmax, "argmax", reads="scores")
 def argmax(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Reader:
-    return _most(call, input, dim, keepdim)[1]
+    return most(call, input, dim, keepdim)[1]
 
 
 @rule(torch.max, "max", reads="scores", like=lambda input, dim=None, keepdim=False: None)
 def largest(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> tuple[Reader, Reader]:
-    return _most(call, input, dim, keepdim)
+    return most(call, input, dim, keepdim)
 
 
 @rule(torch.amax, "amax", reads="scores")
 def amax(call: Call, input: Any, dim: Any = (), keepdim: Any = False) -> Reader:
     if input.requires_grad:
         call.keep("unknown_reader", "amax, whose gradient is shared among equals,")
-    return _most(call, input, dim, keepdim)[0]
-
-
-@rule(torch.topk, "topk", reads="scores", like=lambda input, k, dim=-1, largest=True, sorted=True: None)
-def topk(call: Call, input: Any, k: Any, dim: Any = -1, sorted: Any = True) -> tuple[Reader, Reader]:
-    if k != 1:
-        call.keep("unknown_reader", f"topk of {k} classes")
-    return _most(call, input, dim, True)
+    return most(call, input, dim, keepdim)[0]
 
 
 def times(emit: Emit, handle: Handle, factor: float) -> Handle:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..algebra import (
+    ClampedLogProbs,
     ClassOp,
     ClassTensor,
     Comparison,
+    Exponentials,
+    Extension,
     Logits,
     LogProbs,
     OneOfEach,
     Probs,
     RowOp,
+    RowShift,
     WeighedLogits,
     WeighedLogProbs,
     become,
@@ -37,6 +42,8 @@ def _then(call: Call, input: Any, *steps: Step) -> ClassTensor:
         call.keep("unknown_reader")
     transform = input.transform
     for step in steps:
+        if input.row_shifts and step.name != "add":
+            call.keep("unknown_reader", f"{call.name}, after a shift by a number for each row,")
         transform = then(transform, step)
         number = transform[-1].number
         if not math.isfinite(number) or (number == 0.0 and step.name == "mul"):
@@ -51,12 +58,13 @@ def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
         if not math.isfinite(input.factor * factor) or input.factor * factor == 0.0:
             call.keep("unsupported_argument", f"{call.name} scales log-probabilities by {input.factor * factor}")
         return derive(input, call.name, factor=input.factor * factor)
+    shifts = tuple(replace(shift, factor=shift.factor * factor) for shift in input.row_shifts)
     if input.transform:
-        return _then(call, input, Step("mul", factor))
+        return replace(_then(call, replace(input, row_shifts=()), Step("mul", factor)), row_shifts=shifts)
     scale = input.scale * factor
     if not math.isfinite(scale) or scale == 0.0:
         call.keep("unsupported_argument", f"{call.name} scales the logits by {scale}")
-    return derive(input, call.name, scale=scale)
+    return derive(input, call.name, scale=scale, row_shifts=shifts)
 
 
 def _is_number(value: Any) -> bool:
@@ -105,28 +113,42 @@ def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> Clas
     dtype = converted(call, input, call.out.dtype)
     if _is_one_a_row(input, like):
         op = RowOp(function, (other,))
-        if input.is_linear:
+        if not input.has_bias:
             return derive(input, call.name, op, dtype=dtype)
-        if like.dim() > 0:
-            call.keep("unknown_reader", f"{call.name} by a tensor, of logits with a bias,")
-        classes = (*input.class_ops, ClassOp("scale_bias", (function, other)))
-        return derive(input, call.name, op, dtype=dtype, class_ops=classes)
-    if _is_one_a_class(input, like):
+        if like.dim() == 0:
+            classes = (*input.class_ops, ClassOp("scale_bias", (function, other)))
+            return derive(input, call.name, op, dtype=dtype, class_ops=classes)
+        if input.head.dtype.itemsize == 2 and any(op.shifts for op in input.since_extension):
+            # Which may not fit the dtype of the weight.
+            call.keep("unknown_reader", f"{call.name} by a tensor, of 16-bit logits that another was added to,")
+        classes = (*input.class_ops, ClassOp("extend", ()))
+        extension = Extension(F.pad, (input.class_dim - len(input.shape),))
+        return derive(input, call.name, extension, op, dtype=dtype, class_ops=classes)
+    if _is_one_a_class(input, like) and not input.row_shifts:
         return of_classes(input, call.name, ClassOp("scale", (function, other)), dtype=dtype)
     call.keep("unknown_reader", f"{call.name} by a tensor of shape {tuple(like.shape)}")
 
 
 def _shifted_by_tensor(call: Call, input: Any, other: Any, sign: float) -> ClassTensor:
     like = _like(call, input, other)
-    if not isinstance(input, Logits) or input.transform or not _is_one_a_class(input, like):
+    by_row = _is_one_a_row(input, like)
+    if not isinstance(input, Logits) or not (by_row or (_is_one_a_class(input, like) and not input.transform)):
         call.keep("unknown_reader", f"{call.name} with a tensor of shape {tuple(like.shape)}")
     if not like.is_floating_point():
         call.keep("unknown_reader", f"{call.name} with {like.dtype}")
+    if by_row:
+        shift = RowShift(other, sign, input.class_dim, len(input.row_ops))
+        dtype = converted(call, input, call.out.dtype)
+        return derive(input, call.name, row_shifts=(*input.row_shifts, shift), dtype=dtype)
     op = ClassOp("shift", (other, sign / input.scale), shifts=True)
     return of_classes(input, call.name, op, dtype=converted(call, input, call.out.dtype))
 
 
-_WEIGHED: dict[type[ClassTensor], type[ClassTensor]] = {Logits: WeighedLogits, LogProbs: WeighedLogProbs}
+_WEIGHED: dict[type[ClassTensor], type[ClassTensor]] = {
+    Logits: WeighedLogits,
+    LogProbs: WeighedLogProbs,
+    ClampedLogProbs: WeighedLogProbs,
+}
 
 
 def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
@@ -141,7 +163,18 @@ def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
     if a.requires_grad != b.requires_grad and call.out.requires_grad:
         call.keep("unknown_reader", f"{call.name} of logits by detached ones")
     factor = a.factor * b.factor
+    if isinstance(other, ClampedLogProbs):
+        other = _without_infinities(call, other)
     return become(kind, other, call.name, dtype=converted(call, other, call.out.dtype), factor=factor)
+
+
+def _without_infinities(call: Call, input: ClassTensor) -> ClassTensor:
+    """The same with a low number in place of logits of -inf, which come of a bias."""
+    if input.since_extension != input.class_ops:
+        call.keep("unknown_reader", f"{call.name} of clamped log-probabilities, with a temperature for each row,")
+    if not input.has_bias:
+        return input
+    return replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
 
 
 def compared(call: Call, input: ClassTensor, teacher: ClassTensor, divergence: bool) -> Comparison:
@@ -189,6 +222,10 @@ def _of_one_class(call: Call, input: Any, other: Any, hot: Any) -> ClassTensor:
 @rule(torch.div, torch.divide, torch.true_divide, "div", "divide", "true_divide",
       in_place=("div_", "divide_", "true_divide_"), like=lambda input, other, *, rounding_mode=None: None)  # fmt: skip
 def div(call: Call, input: Any, other: Any) -> ClassTensor:
+    read = None if _is_number(other) else call.reader_of(other)
+    if isinstance(input, Exponentials) and read is not None and read.is_normaliser_of(input):
+        dtype = converted(call, input, call.out.dtype)
+        return become(Probs, input, call.name, dtype=dtype, factor=1.0)
     if not _is_number(other):
         return _scaled_by_tensor(call, input, torch.div, other)
     if other == 0:
@@ -220,7 +257,7 @@ def sub(call: Call, input: Any, other: Any) -> ClassTensor:
     if _is_number(other):
         return _then(call, input, Step("add", -float(other)))
     read = call.reader_of(other)
-    if isinstance(input, Logits) and read is not None and read.is_log_sum_exp_of(input):
+    if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input):
         return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype))
     return _shifted_by_tensor(call, input, other, -1.0)
 
@@ -256,6 +293,9 @@ def logsigmoid(call: Call, input: Any) -> ClassTensor:
 
 @rule(torch.clamp, torch.clip, "clamp", "clip", in_place=("clamp_", "clip_", torch.clamp_))
 def clamp(call: Call, input: Any, min: Any = None, max: Any = None) -> ClassTensor:
+    least = max is None and _is_number(min) and min == torch.finfo(input.dtype).min
+    if isinstance(input, LogProbs) and input.factor == 1.0 and least:
+        return become(ClampedLogProbs, input, call.name)
     if min is not None and max is not None and _number(call, min) > _number(call, max):
         call.keep("unsupported_argument", f"{call.name} has min={min} above max={max}")
     bounds = (("clamp_min", min), ("clamp_max", max))
@@ -284,7 +324,7 @@ def _masked(call: Call, input: Any, mask: Any, value: Any, elsewhere: bool = Fal
         value = constant
     if like.dtype != torch.bool or not _is_one_a_class(input, like):
         call.keep("unknown_reader", f"{call.name} with a mask of {like.dtype} and shape {tuple(like.shape)}")
-    if not isinstance(input, Logits) or input.transform:
+    if not isinstance(input, Logits) or input.transform or (input.row_shifts and not math.isinf(value)):
         call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
     op = ClassOp("fill", (mask, value / input.scale, elsewhere), shifts=True)
     return of_classes(input, call.name, op, dtype=converted(call, input, call.out.dtype))

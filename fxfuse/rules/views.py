@@ -9,7 +9,23 @@ from typing import Any
 
 import torch
 
-from ..algebra import HIDDEN, ClassOp, ClassTensor, Join, Logits, LogProbs, Probs, Reader, RowOp, derive, of_classes
+from ..algebra import (
+    HIDDEN,
+    Beside,
+    ClassOp,
+    ClassTensor,
+    Emit,
+    Handle,
+    Join,
+    Logits,
+    LogProbs,
+    Probs,
+    Reader,
+    RowOp,
+    Statistics,
+    derive,
+    of_classes,
+)
 from ..compat import same
 from . import Call, rule
 from .log_probs import entry_of_each
@@ -323,6 +339,27 @@ def _parts(
     )
 
 
+@rule(torch.broadcast_tensors, like=lambda *tensors: None, tracked=("tensors",))
+def broadcast_tensors(call: Call, tensors: Any) -> tuple[ClassTensor | Reader, ...]:
+    """As ``Categorical.log_prob`` has it: logits, which stay as they are, and labels."""
+    described = [tensor for tensor in tensors if isinstance(tensor, ClassTensor)]
+    shape = call.out[0].shape
+    if len(described) != 1 or not all(map(same, described[0].shape, shape)) or len(described[0].shape) != len(shape):
+        call.keep("unknown_reader", "broadcast_tensors, which adds rows,")
+    (input,) = described
+
+    def expanded(tensor: Handle) -> Beside:
+        def finish(emit: Emit, _: Statistics, __: Handle | None) -> Handle:
+            rows = input.hidden_states(emit)
+            sizes = [emit(torch.Tensor.size, rows, axis) for axis in range(len(shape))]
+            sizes[input.class_dim] = input.vocab
+            return emit(torch.Tensor.expand, tensor, sizes)
+
+        return Beside(input, call.name, finish, operands=(tensor,))
+
+    return tuple(derive(input, call.name) if tensor is input else expanded(tensor) for tensor in tensors)
+
+
 @rule(torch.cat, torch.concat, torch.concatenate, tracked=("tensors",))
 def cat(call: Call, tensors: Any, dim: Any = 0) -> ClassTensor:
     return _joined(call, torch.cat, tensors, dim, 0)
@@ -338,7 +375,8 @@ def _joined(call: Call, function: Callable[..., Any], tensors: Any, dim: Any, ad
     if type(first) not in (Logits, LogProbs, Probs) or any(type(t) is not type(first) for t in tensors):
         call.keep("unknown_reader", f"{call.name} of logits with something else")
     for other in tensors[1:]:
-        made_alike = first.logits_key() == other.logits_key() and first.factor == other.factor
+        # What is added to rows would have to be joined as they are.
+        made_alike = first.logits_key() == other.logits_key() and first.factor == other.factor and not first.row_shifts
         alike = made_alike and first.dtype == other.dtype and first.requires_grad == other.requires_grad
         if not alike or first.class_dim != other.class_dim or not first.head.shares_classes_with(other.head):
             call.keep("unknown_reader", f"{call.name} of logits of different kinds")

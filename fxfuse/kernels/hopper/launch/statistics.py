@@ -36,8 +36,8 @@ class Statistics(Lists):
         gathered = self.empty(rows.most, self.hidden, dtype=self.input.dtype)
         row_sum = bias_sum = None
         in_tiles = out
-        # Without a transform class sums are linear: the weight can be summed once, in the time of about 150 rows, instead
-        # of every tile, which takes about 180 / hidden of the product.
+        # Without a transform class sums are linear: the weight can be summed once, which takes the time of about 150
+        # rows, instead of every tile, which takes about 180 / hidden of the product.
         if out.class_sum.numel() and not self.transform and self.rows >= self.hidden:
             row_sum, bias_sum = self.weighted_sum(self.weight, self.class_weight), self.bias_sum()
             in_tiles = dataclasses.replace(out, class_sum=self.empty(0))
