@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -202,8 +202,8 @@ class Analysis:
             Keep: they refuse it.
         """
         key = _key(node)
-        if isinstance(values[0], tuple) and key is operator.getitem and isinstance(node.args[1], int):
-            self._note(node, values[0][node.args[1]], values)
+        if isinstance(values[0], tuple) and key is operator.getitem and _is_part(node):
+            self._note(node, values[0][node.args[1]], values)  # type: ignore[index]
             return
         written = writes(node)
         if key in IN_PLACE and written.certain and node.args and node.args[0] in self._values:
@@ -212,7 +212,7 @@ class Analysis:
         call = self._call(node, example_of(node))
         if any(argument in self._values for argument in written.arguments):
             call.keep("mutated" if written.certain else "unknown_reader")
-        if key not in TABLE or any(isinstance(value, tuple) for value in values):
+        if key not in TABLE or (any(isinstance(value, tuple) for value in values) and not TABLE[key].takes_parts):
             call.keep("unknown_reader")
         result = TABLE[key](call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
         outcomes = tuple(outcome for outcome, _ in outcomes_of(call, result))
@@ -346,6 +346,7 @@ class Analysis:
                 self._need(source, because("returned", "normalised", location(source)))
             elif isinstance(value, tuple):
                 candidate.keep(because("returned", "as one of several parts", location(source)))
+                self._need(source, because("returned", "normalised", location(source)))
         for candidate in self.candidates:
             candidate.escaped = self._with_views(candidate)
 
@@ -398,6 +399,12 @@ def _classes_of(handle: Any, vocab: int) -> Any:
     return None if written or given.get("num_classes") != vocab else classes
 
 
+def _is_part(node: Node) -> bool:
+    """Whether a node is one of the several tensors that its first argument is."""
+    several, index = node.args
+    return isinstance(index, int) and not isinstance(example_of(several), Tensor)
+
+
 def _fills_memory(node: Node) -> bool:
     """Whether the tensor that a node returns has all of its memory."""
     example = example_of(node)
@@ -418,13 +425,31 @@ def _same_shape(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(compat.same, a, b))
 
 
+# By name, functions of numbers that programs also take of 0-d tensors.
+_OF_NUMBERS: dict[str, Callable[..., float]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg")},
+    **{name: getattr(math, name) for name in ("exp", "log", "log1p")},
+}
+
+
 def _constant(handle: Any) -> float | None:
-    """The number that a node holds which makes a tensor of it."""
-    known = isinstance(handle, Node) and handle.target is torch.tensor and len(handle.args) == 1
-    if not known or compat.version(example_of(handle)):
+    """The number that a node holds which makes a tensor of it, perhaps of a number that such a tensor holds."""
+    out = example_of(handle)
+    if not isinstance(handle, Node) or not isinstance(out, Tensor) or out.dim() > 0:
         return None
-    (value,) = handle.args
-    return float(value) if isinstance(value, (int, float)) else None
+    if out.requires_grad or compat.version(out):
+        return None
+    if handle.target is torch.tensor:
+        (value,) = handle.args
+        return float(torch.tensor(value, dtype=out.dtype, device="cpu")) if isinstance(value, (int, float)) else None
+    function = _OF_NUMBERS.get(function_name(handle))
+    args = [arg if isinstance(arg, (int, float)) else _constant(arg) for arg in handle.args]
+    if function is None or handle.kwargs or None in args:
+        return None
+    try:
+        return function(*args)
+    except (ValueError, ArithmeticError):  # of numbers that it is not defined for
+        return None
 
 
 def _key(node: Node) -> Any:

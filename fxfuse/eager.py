@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import transform
-from .algebra import ClassTensor, Emit, Logits, LogProbs, Probs, WeighedLogits, WeighedLogProbs
+from .algebra import (
+    ClassTensor,
+    Emit,
+    Logits,
+    LogProbs,
+    Probs,
+    ShiftedLogProbs,
+    WeighedLogits,
+    WeighedLogProbs,
+)
 from .ops.contract import acc_dtype
 
 
@@ -48,16 +58,18 @@ def dense(value: ClassTensor) -> Tensor:
         if value.scale != 1.0 or value.transform or not isinstance(value, Logits):
             z = transform.apply(value.transform, z.to(acc) * value.scale)
         if not isinstance(value, Logits):
-            z = _FROM_LOGITS[type(value)](z) * value.factor
+            z = _FROM_LOGITS[type(value)](z, value.factor)
     z = z.to(value.dtype)
     return z if last else z.movedim(-1, value.class_dim)
 
 
-_FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor], Tensor]] = {
-    LogProbs: lambda z: z.log_softmax(-1),
-    Probs: lambda z: z.softmax(-1),
-    WeighedLogits: lambda z: z.softmax(-1) * z,
-    WeighedLogProbs: lambda z: z.softmax(-1) * z.log_softmax(-1),
+# Of the logits and the factor.
+_FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor, float], Tensor]] = {
+    LogProbs: lambda z, factor: z.log_softmax(-1) * factor,
+    ShiftedLogProbs: lambda z, factor: z.log_softmax(-1) + math.log(factor),
+    Probs: lambda z, factor: z.softmax(-1) * factor,
+    WeighedLogits: lambda z, factor: z.softmax(-1) * z * factor,
+    WeighedLogProbs: lambda z, factor: z.softmax(-1) * z.log_softmax(-1) * factor,
 }
 
 

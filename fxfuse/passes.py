@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,11 +54,11 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
     """
     source = readers[0].source
+    if isinstance(source, Comparison):
+        return _comparison(emit, readers, source, memory)
     prepared = operands_of(emit, source)
     if isinstance(readers[0], Whole):
         return WHOLE, [_whole(emit, readers[0], prepared, memory)]
-    if isinstance(source, Comparison):
-        return _comparison(emit, readers[0], source, prepared, memory)
     if all(map(_only_sums, readers)) and not source.transform:
         stats = Statistics(class_sum=class_sum(emit, prepared, source))
         return WITHOUT_LOGITS, [reader.finish(emit, stats, None) for reader in readers]
@@ -138,20 +137,21 @@ def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int)
     return out if last else emit(torch.movedim, out, -1, source.class_dim)
 
 
-def _comparison(
-    emit: Emit, reader: Reader, source: Comparison, operands: tuple[Handle, ...], memory: int
-) -> tuple[str, list[Handle]]:
-    teacher = source.teacher
-    assert teacher is not None
-    # Where nothing flows to what is compared, nothing flows to the teacher.
-    teacher = teacher if source.requires_grad else replace(teacher, requires_grad=False)
-    others = operands_of(emit, teacher)
-    options = {"transform": encode(source.transform), "teacher_transform": encode(teacher.transform), "memory": memory}
+def _comparison(emit: Emit, readers: Sequence[Reader], source: Comparison, memory: int) -> tuple[str, list[Handle]]:
+    student, teacher = source.sides()
+    operands, others = operands_of(emit, student), operands_of(emit, teacher)
+    options = {
+        "share": source.share,
+        "transform": encode(student.transform),
+        "teacher_transform": encode(teacher.transform),
+        "memory": memory,
+    }
     options = {name: value for name, value in options.items() if value}
-    out = emit(ops.linear_divergence, *operands, source.scale, *others, teacher.scale, **options)
-    stats = Statistics(kl=emit(operator.getitem, out, 0), cross_entropy=emit(operator.getitem, out, 1))
+    out = emit(ops.linear_divergence, *operands, student.scale, *others, teacher.scale, **options)
+    kl, cross_entropy, student_kl = (emit(operator.getitem, out, i) for i in range(3))
+    stats = Statistics(kl=kl, cross_entropy=cross_entropy, student_kl=student_kl)
     needs = any(h is not None and bool(emit.example(h).requires_grad) for h in (*operands, *others))
-    return (RECOMPUTED if needs else FORWARD_ONLY), [reader.finish(emit, stats, None)]
+    return (RECOMPUTED if needs else FORWARD_ONLY), [reader.finish(emit, stats, None) for reader in readers]
 
 
 def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle]:

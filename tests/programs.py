@@ -7,6 +7,7 @@ of ``DEFERRED`` the logits leave the graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -360,6 +361,56 @@ def _distillation_by_rows(s: World) -> Any:
     return each.transpose(0, 1)[1:].sum(-1), F.kl_div(s.z.log_softmax(-1), F.linear(s.x, s.w * 2).softmax(-1))
 
 
+def _jensen_shannon(s: World, beta: float) -> Any:
+    """As TRL's GKDTrainer has it, but for the mask over prompts."""
+    student, teacher = (s.zb / 0.7).log_softmax(-1), (_teacher(s) / 0.7).log_softmax(-1)
+    b = torch.tensor(beta, dtype=student.dtype, device=student.device)
+    mixture = torch.logsumexp(torch.stack([student + torch.log1p(-b), teacher + torch.log(b)]), dim=0)
+    of_teacher = F.kl_div(mixture, teacher, reduction="none", log_target=True)
+    of_student = F.kl_div(mixture, student, reduction="none", log_target=True)
+    return b * of_teacher + (1 - b) * of_student
+
+
+def _jensen_shannon_by_logaddexp(s: World) -> Any:
+    """Of probabilities, the gradients of both; and each half with a reduction of its own, from one pass."""
+    one, other = s.zb.log_softmax(-1), F.linear(s.x.sin(), s.w.cos(), s.b).log_softmax(-1)
+    m = torch.logaddexp(one - math.log(4), other + math.log(0.75))
+    p, q = other.exp(), one.exp()
+    return (
+        F.kl_div(m, p, reduction="batchmean") * 0.75 + F.kl_div(m, q, reduction="batchmean") / 4,
+        F.kl_div(m[:, 1:], other[:, 1:], log_target=True),
+    )
+
+
+def _jensen_shannon_of_probabilities(s: World) -> Any:
+    p, q = _teacher(s).softmax(-1), s.z.softmax(-1)
+    m = (0.5 * (p + q)).log()
+    kls = F.kl_div(m, p, reduction="none").sum(-1) + F.kl_div(m, q, reduction="none").sum(-1)
+    return 0.5 * kls.mean(), F.kl_div((0.1 * q + 0.9 * p).log(), q, reduction="sum")
+
+
+def _skewed_divergence(s: World) -> Any:
+    """As DistiLLM has them, and the cross entropy with such a mixture."""
+    student, teacher = s.z.log_softmax(-1), F.linear(s.x.cos(), s.w.sin()).log_softmax(-1)
+    mixed = torch.logsumexp(torch.stack((teacher + math.log(0.1), student + math.log(0.9))), 0)
+    again = torch.logaddexp(teacher.detach() + math.log(0.1), student + math.log(0.9))
+    return F.kl_div(mixed, teacher, log_target=True), -(student.exp() * again).transpose(0, 1).sum(-1)
+
+
+def _reverse_divergence(s: World) -> Any:
+    """The student's probabilities are those by which terms are weighed."""
+    student, teacher = s.zb.log_softmax(-1), _teacher(s).log_softmax(-1)
+    return F.kl_div(teacher, student, reduction="none", log_target=True).sum(), F.kl_div(
+        _teacher(s).log_softmax(-1), s.z.softmax(-1), reduction="batchmean"
+    )
+
+
+def _mixture_of_detached(s: World) -> Any:
+    student, teacher = s.z.log_softmax(-1), _teacher(s).log_softmax(-1)
+    mixture = torch.logaddexp(student.detach() + math.log(0.5), teacher + math.log(0.5))
+    return F.kl_div(mixture, student, log_target=True)
+
+
 def _probabilities_of_a_teacher(s: World) -> Any:
     p = _teacher(s).softmax(-1)
     a = F.cross_entropy(s.zb.view(-1, VOCAB), p.view(-1, VOCAB))
@@ -571,6 +622,16 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
         -1
     ),
     "probabilities_of_a_teacher": _probabilities_of_a_teacher,
+    "jensen_shannon": lambda s: (_jensen_shannon(s, 0.1).sum(-1), _jensen_shannon(s, 0.5).mean()),
+    "jensen_shannon_by_logaddexp": _jensen_shannon_by_logaddexp,
+    "jensen_shannon_of_probabilities": _jensen_shannon_of_probabilities,
+    "skewed_divergence": _skewed_divergence,
+    "reverse_divergence": _reverse_divergence,
+    # The mixture's gradient is not that of the student, which its part would have: all entries of both.
+    "mixture_of_detached": _mixture_of_detached,
+    "mixture_with_other_weights": lambda s: F.kl_div(
+        torch.logaddexp(s.z.log_softmax(-1), _teacher(s).log_softmax(-1) - 1), s.z.log_softmax(-1), log_target=True
+    ),
     "all_log_probs": lambda s: s.zb.log_softmax(-1),
     "all_probabilities": lambda s: F.softmax(s.z.mT / 2, dim=1)[:, 1:],
     "all_log_probs_written": _all_log_probs_written,

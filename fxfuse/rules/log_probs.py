@@ -9,7 +9,21 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..algebra import ClassTensor, Emit, Handle, Index, Logits, LogProbs, Probs, Reader, Statistics, become
+from ..algebra import (
+    ClassTensor,
+    Emit,
+    Handle,
+    Index,
+    Logits,
+    LogProbs,
+    Mixture,
+    Probs,
+    Reader,
+    ShiftedLogProbs,
+    Statistics,
+    become,
+    derive,
+)
 from ..compat import same
 from . import Call, rule
 from .casts import converted
@@ -43,16 +57,20 @@ def softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> Class
 
 @rule(torch.exp, "exp")
 def exp(call: Call, input: Any) -> ClassTensor:
-    if not isinstance(input, LogProbs) or input.factor != 1.0:
+    if isinstance(input, Mixture) and input.log:
+        return derive(input, call.name, log=False)
+    if not isinstance(input, ShiftedLogProbs) and not (isinstance(input, LogProbs) and input.factor == 1.0):
         call.keep("unknown_reader")
     return become(Probs, input, call.name)
 
 
 @rule(torch.log, "log")
 def log(call: Call, input: Any) -> ClassTensor:
-    if not isinstance(input, Probs) or input.factor != 1.0:
+    if isinstance(input, Mixture) and not input.log:
+        return derive(input, call.name, log=True)
+    if not isinstance(input, Probs) or input.factor <= 0.0:
         call.keep("unknown_reader")
-    return become(LogProbs, input, call.name)
+    return become(LogProbs if input.factor == 1.0 else ShiftedLogProbs, input, call.name)
 
 
 @rule(torch.gather, "gather", reads="loss")
