@@ -45,6 +45,7 @@ class Candidate:
         read: by a loss or the like.
         shown: returned from the graph, or read by something that also reads other things than logits.
         class_sizes: V, and those of selections of classes.
+        sizes: nodes that return how many rows there are, with what they ask.
     """
 
     node: Node
@@ -60,6 +61,7 @@ class Candidate:
     shown: bool = False
     trail: tuple[str, ...] = ()
     class_sizes: list[Any] = field(default_factory=list)
+    sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
     rows: int = 0  # of all projections, as far as is known
 
     def keep(self, reason: Reason) -> None:
@@ -79,6 +81,7 @@ class Candidate:
         self.projections |= other.projections
         self.flow += other.flow
         self.escaped += other.escaped
+        self.sizes += other.sizes
         self.rows += other.rows
         self.read, self.shown = self.read or other.read, self.shown or other.shown
 
@@ -128,6 +131,8 @@ class Analysis:
         values = [self._values[n] for n in node.all_input_nodes if n in self._values]
         if node.op == "output":
             self._returned(node)
+        elif len(values) == 1 and isinstance(values[0], ClassTensor) and _is_size_of(node, values[0]):
+            self._owner_of(values[0]).sizes.append((node, values[0]))
         elif values:
             self._use(node, values)
         if node.op in ("call_function", "call_method"):
@@ -411,6 +416,12 @@ def _fills_memory(node: Node) -> bool:
     if not isinstance(example, Tensor):
         return False
     return compat.same(example.untyped_storage().nbytes(), example.numel() * example.element_size())
+
+
+def _is_size_of(node: Node, value: ClassTensor) -> bool:
+    """Whether a node is a number of rows of ``value``, which Dynamo asks for where a mask has selected them."""
+    rows = [axis for axis in range(len(value.shape)) if axis != value.class_dim]
+    return node.target is torch.ops.aten.sym_size.int and node.args[1] in rows
 
 
 def _adds_axes(node: Node) -> bool:
