@@ -411,6 +411,33 @@ def _mixture_of_detached(s: World) -> Any:
     return F.kl_div(mixture, student, log_target=True)
 
 
+def _stack_of_log_probs(s: World) -> Any:
+    both = torch.stack([s.z.log_softmax(-1) - 1, _teacher(s).log_softmax(-1) - 1])
+    return _rows(both[0], s.y), both[1].sum(-1), both.logsumexp(0, keepdim=True).sum(-1)
+
+
+def _mixture_under_no_grad(s: World) -> Any:
+    student, teacher = s.z.log_softmax(-1), _teacher(s).log_softmax(-1)
+    with torch.no_grad():
+        m = torch.stack([student - math.log(2), teacher - math.log(2)]).logsumexp(0)
+    return F.kl_div(m, teacher, log_target=True), F.kl_div(m, student, log_target=True)
+
+
+def _mixture_by_a_written_number(s: World) -> Any:
+    """The number that the program made a tensor of is not the one that it weighs by."""
+    share = torch.tensor(0.5, dtype=s.x.dtype, device=s.x.device)
+    share.mul_(0.5)
+    student, teacher = s.z.log_softmax(-1), _teacher(s).log_softmax(-1)
+    m = torch.logaddexp(student + torch.log1p(-share), teacher + share.log())
+    return F.kl_div(m, teacher, log_target=True)
+
+
+def _mixture_by_a_parameter(s: World) -> Any:
+    student, teacher, share = s.z.log_softmax(-1), _teacher(s).log_softmax(-1), s.b[0].sigmoid()
+    m = torch.logaddexp(student + torch.log1p(-share), teacher + share.log())
+    return F.kl_div(m, teacher, log_target=True)
+
+
 def _probabilities_of_a_teacher(s: World) -> Any:
     p = _teacher(s).softmax(-1)
     a = F.cross_entropy(s.zb.view(-1, VOCAB), p.view(-1, VOCAB))
@@ -627,7 +654,14 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "jensen_shannon_of_probabilities": _jensen_shannon_of_probabilities,
     "skewed_divergence": _skewed_divergence,
     "reverse_divergence": _reverse_divergence,
-    # The mixture's gradient is not that of the student, which its part would have: all entries of both.
+    # All entries of both, as where the mixture's gradient is not that which its part would have.
+    "stack_of_log_probs": _stack_of_log_probs,
+    "mixture_under_no_grad": _mixture_under_no_grad,
+    "mixture_by_a_written_number": _mixture_by_a_written_number,
+    "mixture_by_a_parameter": _mixture_by_a_parameter,
+    "largest_of_a_comparison": lambda s: (
+        F.kl_div(s.z.log_softmax(-1), _teacher(s).softmax(-1), reduction="none").max(-1).values
+    ),
     "mixture_of_detached": _mixture_of_detached,
     "mixture_with_other_weights": lambda s: F.kl_div(
         torch.logaddexp(s.z.log_softmax(-1), _teacher(s).log_softmax(-1) - 1), s.z.log_softmax(-1), log_target=True

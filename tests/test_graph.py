@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -58,6 +59,32 @@ def test_readers_of_one_head_share_one_pass() -> None:
     assert calls(gm).count("linear_stats.default") == 1
     assert "linear_loss.default" not in calls(gm)
     assert calls(gm).count("check_index.default") == 2  # the target once, the gathered index once
+
+
+def test_readers_of_two_heads_share_one_pass() -> None:
+    def program(s: World, mixed: bool) -> Any:
+        one, other = s.zb.log_softmax(-1), F.linear(s.x, s.w.sin()).log_softmax(-1)
+        m = torch.logaddexp(one + math.log(0.3), other + math.log(0.7)) if mixed else one
+        kl = F.kl_div(m, other, reduction="sum", log_target=True)
+        if mixed:
+            return kl, F.kl_div(m, one, reduction="batchmean", log_target=True)
+        return kl, -(other.exp() * one).sum(-1)
+
+    for mixed in (False, True):
+        assert calls(captured(program, World.make(), mixed)) == ["linear_divergence.default"]
+        torch.testing.assert_close(compiled(program)(World.make(), mixed), program(World.make(), mixed))
+
+
+def test_other_mixtures_and_gradients_do_not_share() -> None:
+    def program(s: World) -> Any:
+        one, other = s.zb.log_softmax(-1), F.linear(s.x, s.w.sin()).log_softmax(-1)
+        kls = []
+        for a, b, share in ((one, other, 0.5), (one, other, 0.4), (one, other.detach(), 0.5), (other, one, 0.5)):
+            m = torch.logaddexp(a + math.log(1 - share), b + math.log(share))
+            kls.append(F.kl_div(m, b, reduction="sum", log_target=True))
+        return tuple(kls)
+
+    assert calls(captured(program, World.make())) == ["linear_divergence.default"] * 4
 
 
 def test_a_loss_alone_has_its_gradients_made_in_the_forward() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FLOORS, LargestTensor, assert_no_worse_than_eager, doubled, relative_error, upstream
-from interpreted import DEVICE, DTYPES, HAS_GPU, Cases, interpret
+from interpreted import DEVICE, DTYPES, HAS_GPU, Cases, tests_of
 from torch import Tensor
 
 from fxfuse.ops import cuda, divergence_cuda, softmax_cuda
@@ -601,21 +599,7 @@ def divergence_in_a_cuda_graph_and_without_waiting(dtype: torch.dtype) -> None:
 # --- pytest's side, and the interpreting process's ------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A traceback, or nothing, for each case under Triton's interpreter."""
-    return interpret(__file__, tmp_path_factory)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("name", case)
-def test_kernels(name: str, request: pytest.FixtureRequest) -> None:
-    if HAS_GPU:
-        case[name]()
-        return
-    failure = request.getfixturevalue("interpreted")[name]
-    assert not failure, failure
+interpreted, test_kernels = tests_of(case, __file__)
 
 
 if __name__ == "__main__":
