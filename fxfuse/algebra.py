@@ -253,6 +253,13 @@ class ClassTensor:
             handle = op.replay(emit, handle, self.head.hidden)
         return handle
 
+    def rows(self, emit: Emit) -> Handle:
+        """Something with as many rows, in the same shape, that takes little memory."""
+        handle = emit(torch.narrow, self.head.input, -1, 0, 1)
+        for op in self.row_ops:
+            handle = op.replay(emit, handle, 1)
+        return handle
+
     def classes(self, emit: Emit) -> tuple[Handle, Handle | None]:
         """The weight ``[V, D]`` and the bias ``[V]`` with the class operations replayed."""
         weight, bias = self.head.weight, self.head.bias

@@ -436,25 +436,34 @@ def _same_shape(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(compat.same, a, b))
 
 
-# By name, functions of numbers that programs also take of 0-d tensors.
-_OF_NUMBERS: dict[str, Callable[..., float]] = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg")},
-    **{name: getattr(math, name) for name in ("exp", "log", "log1p")},
+# What functions of 0-d tensors do to the numbers in them.
+_OF_NUMBERS: dict[Any, Callable[..., float]] = {
+    spelling: function
+    for function, *spellings in (
+        (operator.neg, operator.neg, torch.neg, "neg"),
+        (operator.add, operator.add, torch.add, "add"),
+        (operator.sub, operator.sub, torch.sub, "sub"),
+        (operator.mul, operator.mul, torch.mul, "mul"),
+        (operator.truediv, operator.truediv, torch.div, "div"),
+        (math.exp, torch.exp, "exp"),
+        (math.log, torch.log, "log"),
+        (math.log1p, torch.log1p, "log1p"),
+    )
+    for spelling in spellings
 }
 
 
 def _constant(handle: Any) -> float | None:
-    """The number that a node holds which makes a tensor of it, perhaps of a number that such a tensor holds."""
+    """The number that a node holds which makes a tensor of it, or of numbers that such tensors hold."""
     out = example_of(handle)
     if not isinstance(handle, Node) or not isinstance(out, Tensor) or out.dim() > 0:
         return None
     if out.requires_grad or compat.version(out):
         return None
-    if handle.target is torch.tensor:
-        (value,) = handle.args
-        return float(torch.tensor(value, dtype=out.dtype, device="cpu")) if isinstance(value, (int, float)) else None
-    function = _OF_NUMBERS.get(function_name(handle))
     args = [arg if isinstance(arg, (int, float)) else _constant(arg) for arg in handle.args]
+    if handle.target is torch.tensor and len(args) == 1 and args[0] is not None:
+        return float(torch.tensor(args[0], dtype=out.dtype, device="cpu"))
+    function = _OF_NUMBERS.get(_key(handle))
     if function is None or handle.kwargs or None in args:
         return None
     try:

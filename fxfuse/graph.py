@@ -407,7 +407,7 @@ def _rewrite_graph(
                 passes.setdefault(candidate, []).append((variant, [reader for _, reader in one.readers]))
             for node, value in candidate.sizes if candidate.kept is None else ():
                 emit = _GraphEmit(graph, node, node, made)
-                swaps.append((node, emit(torch.ops.aten.sym_size.int, value.hidden_states(emit), node.args[1])))
+                swaps.append((node, emit(torch.ops.aten.sym_size.int, value.rows(emit), node.args[1])))
             made_for[candidate] = made[before:]
         _tell(listening, "planned", candidates)
         for candidate in candidates:
