@@ -648,6 +648,9 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "distillation_of_deferred_logits": lambda s: F.kl_div(s.z.log_softmax(-1), s.zb.softmax(-1), reduction="none").sum(
         -1
     ),
+    "mixture_of_deferred_logits": lambda s: F.kl_div(
+        torch.logaddexp(s.z.log_softmax(-1) - math.log(2), s.zb.log_softmax(-1) - math.log(2)), s.zb.softmax(-1)
+    ),
     "probabilities_of_a_teacher": _probabilities_of_a_teacher,
     "jensen_shannon": lambda s: (_jensen_shannon(s, 0.1).sum(-1), _jensen_shannon(s, 0.5).mean()),
     "jensen_shannon_by_logaddexp": _jensen_shannon_by_logaddexp,
