@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,18 @@ def distilled(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, mask: torch.Ten
     return F.kl_div(F.linear(x, w).float().log_softmax(-1), target, reduction="batchmean")
 
 
+def jensen_shannon(
+    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, teacher: Tensors
+) -> torch.Tensor:
+    """The generalised Jensen-Shannon divergence from it, as TRL's GKDTrainer has it."""
+    with torch.no_grad():
+        log_p = F.linear(*teacher).float().log_softmax(-1)
+    log_q = F.linear(x, w).float().log_softmax(-1)
+    log_m = torch.logsumexp(torch.stack([log_q + math.log(0.5), log_p + math.log(0.5)]), 0)
+    kls = (F.kl_div(log_m, log, reduction="none", log_target=True) for log in (log_p, log_q))
+    return sum(0.5 * kl for kl in kls).sum() / len(x)
+
+
 def everything(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
     """All log-probabilities, returned; without gradients."""
     return F.linear(x, w).log_softmax(-1)
@@ -61,8 +74,12 @@ PROGRAMS: dict[str, Program] = {
     "mask and temperatures": masked,
     "loss and accuracy": accuracy,
     "distillation": distilled,
+    "Jensen-Shannon": jensen_shannon,
     "all log-probabilities": everything,
 }
+
+
+OF_TWO = ("distillation", "Jensen-Shannon")
 
 
 def measure(name: str, rows: int, hidden: int, vocab: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -77,7 +94,7 @@ def measure(name: str, rows: int, hidden: int, vocab: int, args: argparse.Namesp
 
     def product() -> Any:
         with torch.no_grad():
-            return F.linear(x, w), F.linear(*teacher) if name == "distillation" else None
+            return F.linear(x, w), F.linear(*teacher) if name in OF_TWO else None
 
     compilers = {
         "eager": lambda f: f,

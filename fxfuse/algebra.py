@@ -384,6 +384,13 @@ class ClassTensor:
             total = column if total is None else emit(torch.add, total, column)
         return total
 
+    def rows(self, emit: Emit) -> Handle:
+        """Something with as many rows, in the same shape, that takes little memory."""
+        handle = emit(torch.narrow, self.head.input, self.head.axis, 0, 1)
+        for op in self.row_ops:
+            handle = op.on_column(emit, handle)
+        return handle
+
     def classes(self, emit: Emit) -> tuple[Handle, Handle | None]:
         """The weight ``[V, D]`` and the bias ``[V]`` with the class operations replayed."""
         weight, bias = self.head.weight, self.head.bias
@@ -430,6 +437,11 @@ class ClassTensor:
         shifts = tuple(shift.key() for shift in self.row_shifts)
         return tuple(op.key() for op in self.class_ops), self.scale, self.transform, shifts
 
+    def has_logits_of(self, other: ClassTensor) -> bool:
+        """Whether both are made of the same logits, entry by entry."""
+        same_rows = self.head is other.head and self.row_key(whole=True) == other.row_key(whole=True)
+        return same_rows and self.logits_key() == other.logits_key() and self.class_dim == other.class_dim
+
 
 class Logits(ClassTensor):
     """Unnormalised."""
@@ -437,6 +449,10 @@ class Logits(ClassTensor):
 
 class LogProbs(ClassTensor):
     """``log_softmax`` of such logits along the class axis, times a number."""
+
+
+class ShiftedLogProbs(ClassTensor):
+    """Log-probabilities plus the logarithm of ``factor``, which is positive."""
 
 
 class Probs(ClassTensor):
@@ -483,36 +499,78 @@ class OneOfEach(ClassTensor):
 
 
 @dataclass(frozen=True)
-class Comparison(ClassTensor):
-    """Entry by entry, what is added up to compare the distribution of such logits with a teacher's, times a number.
+class OfTwoHeads(ClassTensor):
+    """What is made, entry by entry, of the distribution q of such logits and the distribution p of a teacher's.
 
     Attributes:
         teacher: the logits of the other distribution, in the same shape.
-        divergence: ``p (log p - log q)``, as ``kl_div`` has it, or else ``p log q``, with p the teacher's.
+        student_requires_grad: of these logits alone; ``requires_grad`` is False where either was cut off since.
     """
 
     teacher: ClassTensor | None = None
-    divergence: bool = True
+    student_requires_grad: bool = False
 
-    def map(self, function: Callable[[Handle], Handle]) -> Comparison:
+    def sides(self) -> tuple[ClassTensor, ClassTensor]:
+        """The student's logits and the teacher's, by themselves."""
+        assert self.teacher is not None
+        fields = {f: getattr(self, f) for f in ClassTensor.__dataclass_fields__} | {"factor": 1.0}
+        student = Logits(**fields | {"requires_grad": self.requires_grad and self.student_requires_grad})
+        return student, replace(self.teacher, requires_grad=self.requires_grad and self.teacher.requires_grad)
+
+    def map(self: T, function: Callable[[Handle], Handle]) -> T:
         assert self.teacher is not None
         return replace(super().map(function), teacher=self.teacher.map(function))
 
-    def with_heads(self, of: Callable[[Head], Head]) -> Comparison:
+    def with_heads(self: T, of: Callable[[Head], Head]) -> T:
         assert self.teacher is not None
         return replace(super().with_heads(of), teacher=self.teacher.with_heads(of))
 
     def heads(self) -> dict[Head, bool]:
-        assert self.teacher is not None
-        return {**super().heads(), **self.teacher.heads()}
+        student, teacher = self.sides()
+        return {**student.heads(), **teacher.heads()}
+
+    def logits_key(self) -> tuple[Any, ...]:
+        one, other = self.sides()
+        of_teacher = other.head, other.row_key(whole=True), other.logits_key()
+        return super().logits_key(), one.requires_grad, of_teacher, other.requires_grad
+
+
+@dataclass(frozen=True)
+class Mixture(OfTwoHeads):
+    """A weighted sum of both distributions, or its logarithm.
+
+    Attributes:
+        weights: of q and of p.
+        log: whether it is the logarithm.
+    """
+
+    weights: tuple[float, float] = (1.0, 1.0)
+    log: bool = True
+
+
+@dataclass(frozen=True)
+class Comparison(OfTwoHeads):
+    """What is added up to compare both with a mixture m of them, times a number.
+
+    Attributes:
+        share: of p in m, which is q itself for 0.
+        terms: how often ``p (log p - log m)``, as ``kl_div`` has it, ``-p log m`` and ``q (log q - log m)`` are in it.
+    """
+
+    share: float = 0.0
+    terms: tuple[float, float, float] = (1.0, 0.0, 0.0)
+
+    def logits_key(self) -> tuple[Any, ...]:
+        return *super().logits_key(), self.share
 
 
 C = TypeVar("C", bound=ClassTensor)
+T = TypeVar("T", bound=OfTwoHeads)
 
 
 def derive(value: C, name: str, *ops: RowOp, **changes: Any) -> C:
     """``value`` after the function ``name``: with more row operations and other attributes changed."""
-    if isinstance(value, Comparison):  # what is done to the rows is done to both
+    if isinstance(value, OfTwoHeads):  # what is done to the rows is done to both
         both = {field: change for field, change in changes.items() if field in ("shape", "class_dim")}
         assert value.teacher is not None
         changes["teacher"] = derive(value.teacher, name, *ops, **both)
@@ -552,8 +610,8 @@ class Coefficients:
 class Statistics:
     """The row statistics as handles; those that nobody asked for may be None. See ``ops.contract``.
 
-    ``lse [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum``, ``entropy``, ``top`` and ``argmax [N]``; ``kl`` and
-    ``cross_entropy [N]`` with a teacher's distribution.
+    ``lse [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum``, ``entropy``, ``top`` and ``argmax [N]``; ``kl``,
+    ``cross_entropy`` and ``student_kl [N]`` with a teacher's distribution, see ``ops.divergence``.
     """
 
     lse: Handle = None
@@ -565,6 +623,7 @@ class Statistics:
     argmax: Handle = None
     kl: Handle = None
     cross_entropy: Handle = None
+    student_kl: Handle = None
 
 
 @dataclass(frozen=True)
@@ -612,15 +671,13 @@ class Reader:
     @property
     def is_alone(self) -> bool:
         """Whether it shares no computation with others."""
-        return isinstance(self, (Whole, Beside)) or isinstance(self.source, Comparison)
+        return isinstance(self, (Whole, Beside))
 
     def is_normaliser_of(self, value: ClassTensor) -> bool:
         """Whether it is of ``value`` that this returns what normalises it."""
         mine = self.source
         same_kind = self.normalises and type(mine) is type(value) and mine.factor == value.factor
-        same_rows = mine.head is value.head and mine.row_key(whole=True) == value.row_key(whole=True)
-        same_values = mine.logits_key() == value.logits_key() and mine.requires_grad == value.requires_grad
-        return same_kind and same_rows and same_values and mine.class_dim == value.class_dim
+        return same_kind and mine.has_logits_of(value) and mine.requires_grad == value.requires_grad
 
     @property
     def pattern(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class Candidate:
         read: by a loss or the like.
         shown: returned from the graph, or read by something that also reads other things than logits.
         class_sizes: V, and those of selections of classes.
+        sizes: nodes that return how many rows there are, with what they ask.
     """
 
     node: Node
@@ -57,6 +58,7 @@ class Candidate:
     shown: bool = False
     trail: tuple[str, ...] = ()
     class_sizes: list[Any] = field(default_factory=list)
+    sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
     rows: int = 0  # of all projections, as far as is known
     axis: int = -1  # of the classes in what the projection returns
 
@@ -78,6 +80,7 @@ class Candidate:
         self.projections |= other.projections
         self.flow += other.flow
         self.escaped += other.escaped
+        self.sizes += other.sizes
         self.rows += other.rows
         self.read, self.shown = self.read or other.read, self.shown or other.shown
 
@@ -135,6 +138,8 @@ class Analysis:
         values = [self._values[n] for n in node.all_input_nodes if n in self._values]
         if node.op == "output":
             self._returned(node)
+        elif len(values) == 1 and isinstance(values[0], ClassTensor) and _is_size_of(node, values[0]):
+            self._owner_of(values[0]).sizes.append((node, values[0]))
         elif values:
             self._use(node, values)
         if node.op in ("call_function", "call_method"):
@@ -226,8 +231,8 @@ class Analysis:
             Keep: they refuse it.
         """
         key = _key(node)
-        if isinstance(values[0], tuple) and key is operator.getitem and isinstance(node.args[1], int):
-            self._note(node, values[0][node.args[1]], values)
+        if isinstance(values[0], tuple) and key is operator.getitem and _is_part(node):
+            self._note(node, values[0][node.args[1]], values)  # type: ignore[index]
             return
         written = writes(node)
         if key in IN_PLACE and written.certain and node.args and node.args[0] in self._values:
@@ -236,7 +241,7 @@ class Analysis:
         call = self._call(node, example_of(node))
         if any(argument in self._values for argument in written.arguments):
             call.keep("mutated" if written.certain else "unknown_reader")
-        if key not in TABLE or any(isinstance(value, tuple) for value in values):
+        if key not in TABLE or (any(isinstance(value, tuple) for value in values) and not TABLE[key].takes_parts):
             call.keep("unknown_reader")
         result = TABLE[key](call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
         outcomes = tuple(outcome for outcome, _ in outcomes_of(call, result))
@@ -372,6 +377,7 @@ class Analysis:
                 self._need(source, because("returned", "normalised", location(source)))
             elif isinstance(value, tuple):
                 candidate.keep(because("returned", "as one of several parts", location(source)))
+                self._need(source, because("returned", "normalised", location(source)))
         for candidate in self.candidates:
             candidate.escaped = self._with_views(candidate)
 
@@ -435,12 +441,24 @@ def _classes_of(handle: Any, vocab: int) -> Any:
     return None if written or given.get("num_classes") != vocab else classes
 
 
+def _is_part(node: Node) -> bool:
+    """Whether a node is one of the several tensors that its first argument is."""
+    several, index = node.args
+    return isinstance(index, int) and not isinstance(example_of(several), Tensor)
+
+
 def _fills_memory(node: Node) -> bool:
     """Whether the tensor that a node returns has all of its memory."""
     example = example_of(node)
     if not isinstance(example, Tensor):
         return False
     return compat.same(example.untyped_storage().nbytes(), example.numel() * example.element_size())
+
+
+def _is_size_of(node: Node, value: ClassTensor) -> bool:
+    """Whether a node is a number of rows of ``value``, which Dynamo asks for where a mask has selected them."""
+    rows = [axis for axis in range(len(value.shape)) if axis != value.class_dim]
+    return node.target is torch.ops.aten.sym_size.int and node.args[1] in rows
 
 
 def _adds_axes(node: Node) -> bool:
@@ -455,13 +473,40 @@ def _same_shape(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(compat.same, a, b))
 
 
+# What functions of 0-d tensors do to the numbers in them.
+_OF_NUMBERS: dict[Any, Callable[..., float]] = {
+    spelling: function
+    for function, *spellings in (
+        (operator.neg, operator.neg, torch.neg, "neg"),
+        (operator.add, operator.add, torch.add, "add"),
+        (operator.sub, operator.sub, torch.sub, "sub"),
+        (operator.mul, operator.mul, torch.mul, "mul"),
+        (operator.truediv, operator.truediv, torch.div, "div"),
+        (math.exp, torch.exp, "exp"),
+        (math.log, torch.log, "log"),
+        (math.log1p, torch.log1p, "log1p"),
+    )
+    for spelling in spellings
+}
+
+
 def _constant(handle: Any) -> float | None:
-    """The number that a node holds which makes a tensor of it."""
-    known = isinstance(handle, Node) and handle.target is torch.tensor and len(handle.args) == 1
-    if not known or compat.version(example_of(handle)):
+    """The number that a node holds which makes a tensor of it, or of numbers that such tensors hold."""
+    out = example_of(handle)
+    if not isinstance(handle, Node) or not isinstance(out, Tensor) or out.dim() > 0:
         return None
-    (value,) = handle.args
-    return float(value) if isinstance(value, (int, float)) else None
+    if out.requires_grad or compat.version(out):
+        return None
+    args = [arg if isinstance(arg, (int, float)) else _constant(arg) for arg in handle.args]
+    if handle.target is torch.tensor and len(args) == 1 and args[0] is not None:
+        return float(torch.tensor(args[0], dtype=out.dtype, device="cpu"))
+    function = _OF_NUMBERS.get(_key(handle))
+    if function is None or handle.kwargs or None in args:
+        return None
+    try:
+        return function(*args)
+    except (ValueError, ArithmeticError):  # of numbers that it is not defined for
+        return None
 
 
 def _key(node: Node) -> Any:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
@@ -111,6 +112,12 @@ def is_signal(hook: Any) -> bool:
 def transform_active() -> bool:
     """Whether a ``torch.func`` transform is under way around the caller."""
     return maybe_current_level() is not None
+
+
+def recompile(gm: Any) -> None:
+    """Make the code of a graph that has changed, at once: else every call asks whether it has been made."""
+    gm.recompile()
+    _LazyGraphModule.force_recompile(gm)
 
 
 def is_whole_graph(gm: Any) -> bool:

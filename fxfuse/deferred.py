@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
-from .algebra import ClassTensor, Comparison, Head, Logits, Reader, Statistics
+from .algebra import ClassTensor, Head, Logits, OfTwoHeads, Reader, Statistics
 from .eager import EMIT, dense, pull_back
-from .lazy import Origin, State
+from .lazy import Described, Origin, State, parts_of
 from .operands import Operands
 from .passes import class_sum, compute, finished, operands_of, statistics
 from .report.chain import Applied, Way
@@ -347,10 +347,13 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
     deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits)]
     if not all(map(_is_described, deferred)):
         return NotImplemented
+    stacked = any(isinstance(_description(t), tuple) for t in deferred)
+    if stacked and not entry.takes_parts:
+        return NotImplemented
     said = name if rule_args is args else "getattr"  # of an attribute
     calls = (*deferred[0]._deferred.calls, Applied.of(func, said, rule_args, kwargs, deferred[0]))
     try:
-        if entry.derives:
+        if entry.derives or stacked:
             with _deferring(shapes=False):
                 out = func(*args, **kwargs)
         else:
@@ -364,14 +367,20 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
             if not (derives and len(deferred) == 1) and not all(map(_claims_what_it_is, deferred)):
                 call.keep("unknown_reader")
             if derives:
-                frozen = {id(handle) for t in deferred for handle in _description(t).handles()}
+                given = (part for t in deferred for part in parts_of(_description(t)))
+                frozen = {id(handle) for part in given for handle in part.handles()}
+                described: dict[DeferredLogits, list[ClassTensor]] = {}
                 for outcome, made in outcomes_of(call, result):
                     if isinstance(outcome, ClassTensor) and made is not deferred[0]:
-                        if len(outcome.heads()) > 1 and not isinstance(outcome, Comparison):
+                        if len(outcome.heads()) > 1 and not isinstance(outcome, OfTwoHeads):
                             call.keep("unknown_reader", f"{name} of logits of several calls")
                         # One tensor is to stay one: what is made of equal logits shows by that.
-                        _describe(made, outcome.map(lambda handle: handle if id(handle) in frozen else _frozen(handle)))
-                        made._deferred.calls = calls
+                        outcome = outcome.map(lambda handle: handle if id(handle) in frozen else _frozen(handle))
+                        described.setdefault(made, []).append(outcome)
+                for made, parts in described.items():
+                    is_stack = isinstance(result, tuple) and made is out
+                    _describe(made, tuple(parts) if is_stack else parts[0])
+                    made._deferred.calls = calls
                 return out
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
@@ -413,16 +422,16 @@ def _claims_what_it_is(tensor: DeferredLogits) -> bool:
     """Whether gradients flow through it where it says so: not through a view made under no_grad (``rules.cut_off``)."""
     with torch._C.DisableTorchFunctionSubclass():
         claims = tensor.requires_grad and torch.is_grad_enabled()
-    return not claims or _description(tensor).requires_grad
+    return not claims or any(part.requires_grad for part in parts_of(_description(tensor)))
 
 
-def _description(tensor: DeferredLogits) -> ClassTensor:
+def _description(tensor: DeferredLogits) -> Described:
     described = tensor._deferred.described
     assert described is not None
     return described
 
 
-def _describe(tensor: DeferredLogits, described: ClassTensor) -> None:
+def _describe(tensor: DeferredLogits, described: Described) -> None:
     state = tensor._deferred
     with torch._C.DisableTorchFunctionSubclass():
         tensor._known_to_autograd = _to_autograd(tensor)
@@ -528,15 +537,16 @@ def _read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]
     source = replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
     computed = tuple(replace(reader, source=source) for reader in readers)
     reader = computed[0]
-    alone = reader.is_alone or compat.saving_is_watched()
-    kept = {} if alone else origin.log_sum_exps
+    # What readers of the same rows could share.
+    shares = not reader.is_alone and not isinstance(source, OfTwoHeads)
+    kept = origin.log_sum_exps if shares and not compat.saving_is_watched() else {}
     known, _ = kept.get(key, (None, None))
     operands = operands_of(EMIT, source)
     more = reader.index is not None or reader.want_entropy or reader.want_top or reader.chosen is not None
     if known is not None and not more and not (reader.want_class_sum and source.transform):
         total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
         results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
-    elif reader.coefficients is None and reader.chosen is None and not reader.is_alone:
+    elif shares and reader.coefficients is None and reader.chosen is None:
         results, lse = statistics(EMIT, computed, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
             kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
@@ -584,7 +594,7 @@ class _Projection(torch.autograd.Function):
             weight if needs_input or needs_all else None,
             bias if needs_all else None,
         )
-        ctx.value = replace(value, head=replace(value.head, input=None, weight=None, bias=None))
+        ctx.value = value
         ctx.set_materialize_grads(False)
         shape = tuple(value.shape)
         if layout is None:
@@ -606,6 +616,7 @@ class _Projection(torch.autograd.Function):
 
 def defer(
     value: Logits,
+    head: Head,
     site: Site,
     least: int,
     memory: int,
@@ -614,10 +625,11 @@ def defer(
     bypassed: bool = False,
     way: Way | None = None,
 ) -> Tensor:
-    """The logits that ``value`` describes, whose operands are tensors; computed when they are read.
+    """The logits that ``value`` describes, of a ``head`` whose operands are tensors; computed when they are read.
 
     Args:
-        value: logits without row operations, the class axis last.
+        value: logits without row operations, the class axis last, of a head without operands.
+        head: the same with them.
         site: of the head, for the report.
         least: logits of fewer bytes are computed at once.
         memory: the option ``fxfuse.memory``.
@@ -626,14 +638,13 @@ def defer(
         bypassed: whether gradients went past them already.
         way: how they came to be, for the report; None where that is not known.
     """
-    head = value.head
     with torch.set_grad_enabled(value.requires_grad):  # as in the graph, whatever the caller's mode
         weight = journal.deferred(site, head.weight)
         size = math.prod(value.shape) * value.dtype.itemsize
         if size < max(least, 1) or compat.transform_active() or compat.forward_ad_active():
             if size:
                 journal.note("at_once", site, weight, site.where, site.where, size)
-            return dense(value)
+            return dense(replace(value, head=head))
         where = way.projection.where if way else site.where
         operands = Operands(
             head, exposed, where, lambda size: journal.note("copied", site, weight, where, caller(), size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +20,10 @@ from .algebra import (
     Exponentials,
     Logits,
     LogProbs,
+    Mixture,
+    OfTwoHeads,
     Probs,
+    ShiftedLogProbs,
     WeighedLogits,
     WeighedLogProbs,
 )
@@ -44,14 +49,13 @@ def dense(value: ClassTensor) -> Tensor:
     The product is in the dtype of the logits, as eager's; everything between it and ``value`` in the accumulation
     dtype.
     """
-    z = _logits(value)
-    if isinstance(value, Comparison):
-        assert value.teacher is not None
-        log_q, log_p = z.log_softmax(-1), _logits(value.teacher).log_softmax(-1)
-        z = F.kl_div(log_q, log_p.exp(), reduction="none") if value.divergence else log_p.exp() * log_q
-    elif not isinstance(value, Logits):
-        z = _FROM_LOGITS[type(value)](z)
-    z = (z if isinstance(value, Logits) else z * value.factor).to(value.dtype)
+    if isinstance(value, OfTwoHeads):
+        z = _of_two(value) * value.factor
+    else:
+        z = _logits(value)
+        if not isinstance(value, Logits):
+            z = _FROM_LOGITS[type(value)](z, value.factor)
+    z = z.to(value.dtype)
     return z if value.class_dim == len(value.shape) - 1 else z.movedim(-1, value.class_dim)
 
 
@@ -77,13 +81,40 @@ def _logits(value: ClassTensor) -> Tensor:
     return z
 
 
-_FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor], Tensor]] = {
-    LogProbs: lambda z: z.log_softmax(-1),
-    Probs: lambda z: z.softmax(-1),
-    ClampedLogProbs: lambda z: z.log_softmax(-1).clamp(min=torch.finfo(z.dtype).min),
-    Exponentials: torch.exp,
-    WeighedLogits: lambda z: z.softmax(-1) * z,
-    WeighedLogProbs: lambda z: z.softmax(-1) * z.log_softmax(-1),
+def _of_two(value: OfTwoHeads) -> Tensor:
+    """The same of two heads, but for the factor, the class axis last."""
+    log_q, log_p = (_logits(side).log_softmax(-1) for side in value.sides())
+    if isinstance(value, Mixture):
+        log_m = _mixed(log_q, log_p, *value.weights)
+        return log_m if value.log else log_m.exp()
+    assert isinstance(value, Comparison)
+    log_m = _mixed(log_q, log_p, 1.0 - value.share, value.share)
+    p, q = log_p.exp(), log_q.exp()
+    parts = (p, log_p - log_m), (p, -log_m), (q, log_q - log_m)
+    # A probability of 0 makes its term 0, whatever the other is there.
+    terms = [
+        term * (weight * above).masked_fill(weight == 0, 0.0)
+        for term, (weight, above) in zip(value.terms, parts, strict=True)
+        if term != 0.0
+    ]
+    return functools.reduce(torch.add, terms, torch.zeros_like(p))
+
+
+def _mixed(log_q: Tensor, log_p: Tensor, of_q: float, of_p: float) -> Tensor:
+    if of_p == 0.0:
+        return log_q
+    return torch.logaddexp(log_q + math.log(of_q), log_p + math.log(of_p))
+
+
+# Of the logits and the factor.
+_FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor, float], Tensor]] = {
+    LogProbs: lambda z, factor: z.log_softmax(-1) * factor,
+    ShiftedLogProbs: lambda z, factor: z.log_softmax(-1) + math.log(factor),
+    ClampedLogProbs: lambda z, factor: z.log_softmax(-1).clamp(min=torch.finfo(z.dtype).min) * factor,
+    Probs: lambda z, factor: z.softmax(-1) * factor,
+    Exponentials: lambda z, factor: z.exp() * factor,
+    WeighedLogits: lambda z, factor: z.softmax(-1) * z * factor,
+    WeighedLogProbs: lambda z, factor: z.softmax(-1) * z.log_softmax(-1) * factor,
 }
 
 

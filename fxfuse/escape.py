@@ -229,12 +229,13 @@ def restored(
             input = at(escape.input)
             assert input is not None
             head = replace(value.head, input=input, weight=at(escape.weight), bias=at(escape.bias))
-            value = replace(value, head=head, shape=(*input.shape[:-1], head.vocab))
+            shape = *input.shape[:-1], head.vocab
+            value = value if value.shape == shape else replace(value, shape=shape)
             if compat.is_fake(input):
-                made.append(dense(value))
+                made.append(dense(replace(value, head=head)))
             else:
                 given = escape.layout, escape.exposed, escape.bypassed, escape.way
-                made.append(defer(value, site, least, memory, *given))
+                made.append(defer(value, head, site, least, memory, *given))
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:
                 results[i] = logits

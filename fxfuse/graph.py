@@ -410,6 +410,9 @@ def _rewrite_graph(
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 if variant != BESIDE:
                     passes.setdefault(candidate, []).append((variant, [reader for _, reader in one.readers]))
+            for node, value in candidate.sizes if candidate.kept is None else ():
+                emit = _GraphEmit(graph, node, node, made)
+                swaps.append((node, emit(torch.ops.aten.sym_size.int, value.rows(emit), node.args[1])))
             made_for[candidate] = made[before:]
         _tell(listening, "planned", candidates)
         for candidate in candidates:
@@ -444,7 +447,7 @@ def _rewrite_graph(
         for node in reversed(candidate.derived if candidate.kept is None else ()):
             graph.erase_node(node)
     if swaps or sent:
-        gm.recompile()
+        compat.recompile(gm)
     _tell(listening, "rewritten", graph, made_for)
     memory = options.memory
     return [(_site(c, passes.get(c, ()), told[c], in_checkpoint, memory), sent.get(c, [])) for c in candidates]

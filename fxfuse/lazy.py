@@ -26,6 +26,12 @@ from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
 
+Described = ClassTensor | tuple[ClassTensor, ...]
+
+
+def parts_of(described: Described) -> tuple[ClassTensor, ...]:
+    return described if isinstance(described, tuple) else (described,)
+
 
 @dataclass(eq=False)
 class Origin:
@@ -107,7 +113,7 @@ class State:
         meta: a tensor without data of the same shape, strides and dtype.
         thunk: the operator and its arguments that make it of others (states in their place); None for an output.
         is_view: whether that operator returns a view.
-        described: what it is, where rules can tell.
+        described: what it is, where rules can tell; several that are stacked along a first axis.
         values: all of it, once they were needed.
         calls: the functions that it went through since the graph returned it, for the report.
         others: origins that it comes from as well, where it is made of several outputs.
@@ -117,7 +123,7 @@ class State:
     meta: Tensor
     thunk: tuple[Any, ...] | None = None
     is_view: bool = False
-    described: ClassTensor | None = None
+    described: Described | None = None
     values: Tensor | None = None
     calls: tuple[Applied, ...] = ()
     others: tuple[Origin, ...] = ()
@@ -202,8 +208,9 @@ class State:
             for p in self._parents()
         )
 
-    def _project(self, described: ClassTensor) -> Tensor:
-        values = dense(described.with_heads(as_they_were(self.origins, described)))
+    def _project(self, described: Described) -> Tensor:
+        parts = [dense(part.with_heads(as_they_were(self.origins, part))) for part in parts_of(described)]
+        values = torch.stack(parts) if isinstance(described, tuple) else parts[0]
         origin = self.origin
         journal.note("read", origin.site, origin.weight, origin.head, caller(), values.nbytes)
         return _laid_out(values, self.meta)

@@ -59,8 +59,8 @@ def _sample(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return torch.empty(0)
     step = max(tensor.shape[-1] - 1 if tensor.dim() > 1 else 1, -(-extent // _MOST_SAMPLES), 1)
-    bits = tensor.detach().as_strided((extent,), (1,)).view(_BITS[tensor.dtype.itemsize])
-    return bits[::step]
+    bits = tensor.detach().view(_BITS[tensor.dtype.itemsize])
+    return bits.as_strided((-(-extent // step),), (step,))
 
 
 class Operands:
@@ -86,7 +86,7 @@ class Operands:
         cut_off: dict[str, Any] = {
             name: t.detach() for name, t in self._originals.items() if t is not None and not t.requires_grad
         }
-        self.head = replace(head, **cut_off)
+        self.head = replace(head, **cut_off) if cut_off else head
         _watch_optimizers()
         with _lock:
             _unread.add(self)

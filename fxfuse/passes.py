@@ -65,7 +65,7 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
     if isinstance(readers[0], Whole):
         return WHOLE, [_whole(emit, readers[0], _level(emit, source), memory)]
     if isinstance(source, Comparison):
-        return _comparison(emit, readers[0], source, memory)
+        return _comparison(emit, readers, source, memory)
     prepared = operands_of(emit, source)
     if readers[0].chosen is not None:
         trained = source.requires_grad and any(h is not None and emit.example(h).requires_grad for h in prepared)
@@ -163,18 +163,21 @@ def _chosen(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...],
     return [finished(emit, reader, stats, index) for reader in readers]
 
 
-def _comparison(emit: Emit, reader: Reader, source: Comparison, memory: int) -> tuple[str, list[Handle]]:
-    teacher = source.teacher
-    assert teacher is not None
-    # Where nothing flows to what is compared, nothing flows to the teacher.
-    teacher = teacher if source.requires_grad else replace(teacher, requires_grad=False)
-    operands, others = _level(emit, source), _level(emit, teacher)
-    options = {"transform": encode(source.transform), "teacher_transform": encode(teacher.transform), "memory": memory}
+def _comparison(emit: Emit, readers: Sequence[Reader], source: Comparison, memory: int) -> tuple[str, list[Handle]]:
+    student, teacher = source.sides()
+    operands, others = _level(emit, student), _level(emit, teacher)
+    options = {
+        "share": source.share,
+        "transform": encode(student.transform),
+        "teacher_transform": encode(teacher.transform),
+        "memory": memory,
+    }
     options = {name: value for name, value in options.items() if value}
-    out = emit(ops.linear_divergence, *operands, source.scale, *others, teacher.scale, **options)
-    stats = Statistics(kl=emit(operator.getitem, out, 0), cross_entropy=emit(operator.getitem, out, 1))
+    out = emit(ops.linear_divergence, *operands, student.scale, *others, teacher.scale, **options)
+    kl, cross_entropy, student_kl = (emit(operator.getitem, out, i) for i in range(3))
+    stats = Statistics(kl=kl, cross_entropy=cross_entropy, student_kl=student_kl)
     needs = any(h is not None and bool(emit.example(h).requires_grad) for h in (*operands, *others))
-    return (RECOMPUTED if needs else FORWARD_ONLY), [reader.finish(emit, stats, None)]
+    return (RECOMPUTED if needs else FORWARD_ONLY), [reader.finish(emit, stats, None) for reader in readers]
 
 
 def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle]:

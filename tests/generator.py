@@ -416,6 +416,17 @@ ODD_OF_LOG_PROBS = [
 PAIRS = [  # {z} and {q} of one shape
     'F.kl_div({z}.log_softmax({c}), {q}.log_softmax({c}), log_target=True, reduction="batchmean")',
     'F.kl_div({z}.log_softmax({c}), {q}.softmax({c}), reduction="none").sum({c})',
+    "F.kl_div((0.3 * {z}.softmax({c}) + {q}.softmax({c}) * 0.7).log(), {z}.softmax({c}), log_target=False)",
+    "F.kl_div((({z}.softmax({c}) + {q}.softmax({c})) / 2).log(), {q}.log_softmax({c}), log_target=True)",
+    *(
+        f"F.kl_div({mixture}, {{{of}}}.log_softmax({{c}}), reduction={reduction!r}, log_target=True)"
+        for mixture in (
+            "torch.logaddexp({z}.log_softmax({c}) + math.log(0.4), {q}.log_softmax({c}) + math.log(0.6))",
+            "torch.logsumexp(torch.stack([{q}.log_softmax({c}), {z}.log_softmax({c})]) - math.log(2), 0)",
+            "torch.stack([{q}.log_softmax({c}) - math.log(2), {z}.log_softmax({c}) - math.log(2)]).logsumexp(0)",
+        )
+        for of, reduction in (("z", "sum"), ("q", "none"))
+    ),
     "({q}.softmax({c}) * ({q}.log_softmax({c}) - {z}.log_softmax({c}))).sum({c})",
     "-({q}.softmax({c}) * {z}.log_softmax({c})).sum({c}).mean()",
     "F.cross_entropy({z}.movedim({c}, 0).flatten(1).t(), {q}.movedim({c}, 0).flatten(1).t().softmax(-1))",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -47,6 +48,27 @@ class Cases(dict[str, Callable[[], None]]):
             except Exception:
                 results[name] = traceback.format_exc()
         pathlib.Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+def made_of(cases: Cases, file: str) -> tuple[Callable[..., dict[str, str]], Callable[..., None]]:
+    """A fixture ``interpreted`` and a test ``test_kernels`` for pytest to find in the test file ``file``."""
+
+    @pytest.fixture(scope="module")
+    def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+        """A traceback, or nothing, for each case under Triton's interpreter."""
+        return interpret(file, tmp_path_factory)
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+    @pytest.mark.parametrize("name", cases)
+    def test_kernels(name: str, request: pytest.FixtureRequest) -> None:
+        if HAS_GPU:
+            cases[name]()
+            return
+        failure = request.getfixturevalue("interpreted")[name]
+        assert not failure, failure
+
+    return interpreted, test_kernels
 
 
 def interpret(file: str, folder: pytest.TempPathFactory) -> dict[str, str]:

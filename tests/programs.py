@@ -7,8 +7,9 @@ of ``DEFERRED`` the logits leave the graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,8 +76,9 @@ class DeferredWorld(World):
     def project(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
         head = Head(x, w, b, False, w.shape[1], w.shape[0], x.dtype)
         shape = (*x.shape[:-1], head.vocab)
-        z = Logits(head, shape, len(shape) - 1, head.dtype, torch.is_grad_enabled(), trail=("linear",))
-        return defer(z, SITE, least=0, memory=0)
+        bare = replace(head, input=None, weight=None, bias=None)
+        z = Logits(bare, shape, len(shape) - 1, head.dtype, torch.is_grad_enabled(), trail=("linear",))
+        return defer(z, head, SITE, least=0, memory=0)
 
 
 def ce(z: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -456,6 +458,83 @@ def _distillation_by_rows(s: World) -> Any:
     return each.transpose(0, 1)[1:].sum(-1), F.kl_div(s.z.log_softmax(-1), s.project(s.x, s.w * 2).softmax(-1))
 
 
+def _jensen_shannon(s: World, beta: float) -> Any:
+    """As TRL's GKDTrainer has it, but for the mask over prompts, and with the number where it can be read at once."""
+    student, teacher = (s.zb / 0.7).log_softmax(-1), (_teacher(s) / 0.7).log_softmax(-1)
+    b = torch.tensor(beta, dtype=student.dtype)
+    mixture = torch.logsumexp(torch.stack([student + torch.log1p(-b), teacher + torch.log(b)]), dim=0)
+    of_teacher = F.kl_div(mixture, teacher, reduction="none", log_target=True)
+    of_student = F.kl_div(mixture, student, reduction="none", log_target=True)
+    return b * of_teacher + (1 - b) * of_student
+
+
+def _jensen_shannon_by_logaddexp(s: World) -> Any:
+    """Of probabilities, the gradients of both; and each half with a reduction of its own, from one pass."""
+    one, other = s.zb.log_softmax(-1), s.project(s.x.sin(), s.w.cos(), s.b).log_softmax(-1)
+    m = torch.logaddexp(one - math.log(4), other + math.log(0.75))
+    p, q = other.exp(), one.exp()
+    return (
+        F.kl_div(m, p, reduction="batchmean") * 0.75 + F.kl_div(m, q, reduction="batchmean") / 4,
+        F.kl_div(m[:, 1:], other[:, 1:], log_target=True),
+    )
+
+
+def _jensen_shannon_of_probabilities(s: World) -> Any:
+    p, q = _teacher(s).softmax(-1), s.z.softmax(-1)
+    m = (0.5 * (p + q)).log()
+    kls = F.kl_div(m, p, reduction="none").sum(-1) + F.kl_div(m, q, reduction="none").sum(-1)
+    return 0.5 * kls.mean(), F.kl_div((0.1 * q + 0.9 * p).log(), q, reduction="sum")
+
+
+def _skewed_divergence(s: World) -> Any:
+    """As DistiLLM has them, and the cross entropy with such a mixture."""
+    student, teacher = s.z.log_softmax(-1), s.project(s.x.cos(), s.w.sin()).log_softmax(-1)
+    mixed = torch.logsumexp(torch.stack((teacher + math.log(0.1), student + math.log(0.9))), 0)
+    again = torch.logaddexp(teacher.detach() + math.log(0.1), student + math.log(0.9))
+    return F.kl_div(mixed, teacher, log_target=True), -(student.exp() * again).transpose(0, 1).sum(-1)
+
+
+def _reverse_divergence(s: World) -> Any:
+    """The student's probabilities are those by which terms are weighed."""
+    student, teacher = s.zb.log_softmax(-1), _teacher(s).log_softmax(-1)
+    return F.kl_div(teacher, student, reduction="none", log_target=True).sum(), F.kl_div(
+        _teacher(s).log_softmax(-1), s.z.softmax(-1), reduction="batchmean"
+    )
+
+
+def _mixture_of_detached(s: World) -> Any:
+    student, teacher = s.z.log_softmax(-1), _teacher(s).log_softmax(-1)
+    mixture = torch.logaddexp(student.detach() + math.log(0.5), teacher + math.log(0.5))
+    return F.kl_div(mixture, student, log_target=True)
+
+
+def _stack_of_log_probs(s: World) -> Any:
+    both = torch.stack([s.z.log_softmax(-1) - 1, _teacher(s).log_softmax(-1) - 1])
+    return _rows(both[0], s.y), both[1].sum(-1), both.logsumexp(0, keepdim=True).sum(-1)
+
+
+def _mixture_under_no_grad(s: World) -> Any:
+    student, teacher = s.z.log_softmax(-1), _teacher(s).log_softmax(-1)
+    with torch.no_grad():
+        m = torch.stack([student - math.log(2), teacher - math.log(2)]).logsumexp(0)
+    return F.kl_div(m, teacher, log_target=True), F.kl_div(m, student, log_target=True)
+
+
+def _mixture_by_a_written_number(s: World) -> Any:
+    """The number that the program made a tensor of is not the one that it weighs by."""
+    share = torch.tensor(0.5, dtype=s.x.dtype)
+    share.mul_(0.5)
+    student, teacher = s.z.log_softmax(-1), _teacher(s).log_softmax(-1)
+    m = torch.logaddexp(student + torch.log1p(-share), teacher + share.log())
+    return F.kl_div(m, teacher, log_target=True)
+
+
+def _mixture_by_a_parameter(s: World) -> Any:
+    student, teacher, share = s.z.log_softmax(-1), _teacher(s).log_softmax(-1), s.b[0].sigmoid()
+    m = torch.logaddexp(student + torch.log1p(-share), teacher + share.log())
+    return F.kl_div(m, teacher, log_target=True)
+
+
 def _probabilities_of_a_teacher(s: World) -> Any:
     p = _teacher(s).softmax(-1)
     a = F.cross_entropy(s.zb.view(-1, VOCAB), p.view(-1, VOCAB))
@@ -676,6 +755,12 @@ FUSED: dict[str, Callable[[World], Any]] = {
         -1
     ),
     "probabilities_of_a_teacher": _probabilities_of_a_teacher,
+    "mixture_by_a_written_number": _mixture_by_a_written_number,
+    "jensen_shannon": lambda s: (_jensen_shannon(s, 0.1).sum(-1), _jensen_shannon(s, 0.5).mean()),
+    "jensen_shannon_by_logaddexp": _jensen_shannon_by_logaddexp,
+    "jensen_shannon_of_probabilities": _jensen_shannon_of_probabilities,
+    "skewed_divergence": _skewed_divergence,
+    "reverse_divergence": _reverse_divergence,
     "weighed_by_another": lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1),
     # surroundings
     "no_grad_head": _no_grad_head,
@@ -703,6 +788,20 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "clamped_log_probs": lambda s: _rows(s.zb.log_softmax(-1).clamp(min=torch.finfo(s.x.dtype).min), s.y),
     "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),
     "one_hot_logits": lambda s: (s.z * F.one_hot(s.y, num_classes=VOCAB)).transpose(0, 1).sum(dim=-1, keepdim=True),
+    "mixture_of_deferred_logits": lambda s: F.kl_div(
+        torch.logaddexp(s.z.log_softmax(-1) - math.log(2), s.zb.log_softmax(-1) - math.log(2)), s.zb.softmax(-1)
+    ),
+    # All entries of both, as where the mixture's gradient is not that which its part would have.
+    "stack_of_log_probs": _stack_of_log_probs,
+    "mixture_under_no_grad": _mixture_under_no_grad,
+    "mixture_by_a_parameter": _mixture_by_a_parameter,
+    "largest_of_a_comparison": lambda s: (
+        F.kl_div(s.z.log_softmax(-1), _teacher(s).softmax(-1), reduction="none").max(-1).values
+    ),
+    "mixture_of_detached": _mixture_of_detached,
+    "mixture_with_other_weights": lambda s: F.kl_div(
+        torch.logaddexp(s.z.log_softmax(-1), _teacher(s).log_softmax(-1) - 1), s.z.log_softmax(-1), log_target=True
+    ),
     "all_log_probs": lambda s: s.zb.log_softmax(-1),
     "all_probabilities": lambda s: F.softmax(s.z.mT / 2, dim=1)[:, 1:],
     "all_log_probs_written": _all_log_probs_written,

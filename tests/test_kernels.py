@@ -11,15 +11,13 @@ and writes one result per case; the tests report those.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
 
-import pytest
 import torch
-from interpreted import DTYPES, HAS_GPU, Cases, interpret
+from interpreted import DTYPES, HAS_GPU, Cases, made_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -905,21 +903,7 @@ def clean_indices() -> None:
 # --- pytest's side, and the interpreting process's ------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A traceback, or nothing, for each case under Triton's interpreter."""
-    return interpret(__file__, tmp_path_factory)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("name", CASES)
-def test_kernels(name: str, request: pytest.FixtureRequest) -> None:
-    if HAS_GPU:
-        CASES[name]()
-        return
-    failure = request.getfixturevalue("interpreted")[name]
-    assert not failure, failure
+interpreted, test_kernels = made_of(CASES, __file__)
 
 
 def test_importing_the_ops_imports_neither_triton_nor_a_gpu() -> None:

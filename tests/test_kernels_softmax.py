@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FLOORS, LargestTensor, assert_no_worse_than_eager, doubled, relative_error, upstream
-from interpreted import DEVICE, DTYPES, HAS_GPU, Cases, interpret
+from interpreted import DEVICE, DTYPES, HAS_GPU, Cases, made_of
 from torch import Tensor
 
 from fxfuse.ops import cuda, divergence_cuda, softmax_cuda
@@ -20,6 +20,7 @@ from fxfuse.transform import apply, decode
 inf, nan = float("inf"), float("nan")
 case = Cases()
 SOFTCAP = "tanh mul:3.0"
+MIXTURES = (0.0, 0.3)  # shares of the teacher
 
 
 def sizes(on_gpu: tuple[int, ...], interpreted: tuple[int, ...]) -> tuple[int, ...]:
@@ -112,7 +113,7 @@ def softmax_of_odd_sizes(dtype: torch.dtype) -> None:
 
 @case(each_dtype=True)
 def softmax_of_even_sizes(dtype: torch.dtype) -> None:
-    check_softmax(head(*sizes((512, 512, 8192), (32, 32, 128)), dtype))
+    check_softmax(head(*sizes((512, 512, 8192), (32, 32, 128)), dtype), shares=MIXTURES)
 
 
 @case(each_dtype=True)
@@ -342,34 +343,47 @@ def two_heads(
     return x, w, b, 0.7, y, v, c, -1.3
 
 
-def divergence_and_gradients(args: tuple[Any, ...], g: list[Tensor], memory: int = 0, **options: str) -> list[Tensor]:
-    out = divergence_cuda.linear_divergence(*args, **options, memory=memory)
+def divergence_and_gradients(args: tuple[Any, ...], g: list[Tensor], memory: int = 0, **options: Any) -> list[Tensor]:
+    """For the first two of ``g``, or with a share for all three."""
+    options["memory"], share = memory, options.get("share", 0.0)
+    out = divergence_cuda.linear_divergence(*args, **options)
     needs = [t is not None for t in (*args[:3], *args[4:7])]
-    grads = divergence_cuda.linear_divergence_backward(*args, *out, *g, *needs, **options, memory=memory)
-    return [*out[:2], *(grad for grad, need in zip(grads, needs, strict=True) if need)]
+    g_student_kl = g[2] if share else None
+    grads = divergence_cuda.linear_divergence_backward(
+        *args, *out, *g[:2], *needs, g_student_kl=g_student_kl, **options
+    )
+    return [*out[: 3 if share else 2], *(grad for grad, need in zip(grads, needs, strict=True) if need)]
 
 
 def eager_divergence(
-    args: tuple[Any, ...], g: list[Tensor], transform: str = "", teacher_transform: str = ""
+    args: tuple[Any, ...], g: list[Tensor], transform: str = "", teacher_transform: str = "", share: float = 0.0
 ) -> list[Tensor]:
     given = leaves(*args[:3]), leaves(*args[4:7])
     acc = torch.float64 if args[0].dtype == torch.float64 else torch.float32
     log_q = logits(*given[0], args[3], transform).to(acc).log_softmax(1)
     log_p = logits(*given[1], args[7], teacher_transform).to(acc).log_softmax(1)
-    kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
-    cross_entropy = -(log_p.exp() * log_q).sum(1)
-    grads = gradients([kl, cross_entropy], [*given[0], *given[1]], [one.to(acc) for one in g])
-    return [kl.detach(), cross_entropy.detach(), *grads]
+    log_m = log_q
+    if share:
+        log_m = torch.logsumexp(torch.stack([log_q + math.log1p(-share), log_p + math.log(share)]), 0)
+    kl, student_kl = (F.kl_div(log_m, t, reduction="none", log_target=True).sum(1) for t in (log_p, log_q))
+    out = [kl, -(log_p.exp() * log_m).sum(1), *([student_kl] if share else [])]
+    grads = gradients(out, [*given[0], *given[1]], [one.to(acc) for one in g[: len(out)]])
+    return [*(one.detach() for one in out), *grads]
 
 
 def check_divergence(
-    *problems: tuple[Any, ...], floor: float = 0.0, memory: int = 0, softcaps: tuple[bool, ...] = (False, True)
+    *problems: tuple[Any, ...],
+    floor: float = 0.0,
+    memory: int = 0,
+    softcaps: tuple[bool, ...] = (False, True),
+    shares: tuple[float, ...] = (0.0,),
 ) -> None:
     rows = problems[0][0].shape[0]
-    # A float32 vector for each of the two, of both signs.
-    g = [normal(rows, seed=3), normal(rows, seed=4) + 0.5]
-    for softcap in softcaps:
+    # A float32 vector for each of the three, of both signs.
+    g = [normal(rows, seed=3), normal(rows, seed=4) + 0.5, normal(rows, seed=5) - 0.5]
+    for softcap, share in itertools.product(softcaps, shares):
         options = {"transform": SOFTCAP, "teacher_transform": "tanh mul:2.0"} if softcap else {}
+        options["share"] = share
         exact = together(eager_divergence(doubled(*args), g, **options) for args in problems)
         actual = together(divergence_and_gradients(args, g, memory, **options) for args in problems)
         eager = together(eager_divergence(args, g, **options) for args in problems)
@@ -380,20 +394,22 @@ def check_divergence(
 @case(each_dtype=True)
 def divergence_of_odd_sizes(dtype: torch.dtype) -> None:
     shape = sizes((333, 771, 50257), (37, 21, 131))
-    check_divergence(two_heads(*shape, dtype))
-    check_divergence(two_heads(*shape, dtype, bias=False))
+    check_divergence(two_heads(*shape, dtype), shares=MIXTURES)
+    check_divergence(two_heads(*shape, dtype, bias=False), shares=MIXTURES)
 
 
 @case(each_dtype=True)
 def divergence_of_even_sizes(dtype: torch.dtype) -> None:
-    check_divergence(two_heads(*sizes((512, 512, 8192), (32, 32, 128)), dtype))
+    check_divergence(two_heads(*sizes((512, 512, 8192), (32, 32, 128)), dtype), shares=MIXTURES)
 
 
 @case()
 def divergence_of_different_dtypes() -> None:
     for dtype in DTYPES:
         for teacher_dtype in DTYPES:
-            check_divergence(two_heads(21, 16, 70, dtype, teacher_dtype=teacher_dtype), softcaps=(True,))
+            check_divergence(
+                two_heads(21, 16, 70, dtype, teacher_dtype=teacher_dtype), softcaps=(True,), shares=MIXTURES
+            )
 
 
 @case(each_dtype=True)
@@ -436,9 +452,10 @@ def a_student_close_to_its_teacher(dtype: torch.dtype) -> None:
             x, w, b = head(rows, hidden, vocab, dtype, seed=seed)
             near = (w.float() + normal(vocab, hidden, seed=seed + 9) * distance / hidden**0.5).to(dtype)
             problems.append((x, near, b, 1.0, x.clone(), w, b.clone(), 1.0))
-        check_divergence(*problems, softcaps=(False,))
-    kl = divergence_cuda.linear_divergence(x, w, b, 1.0, x, w, b, 1.0)[0]
-    assert not kl.any()
+        check_divergence(*problems, softcaps=(False,), shares=MIXTURES)
+    for share in MIXTURES:
+        kl, _, student_kl, *_ = divergence_cuda.linear_divergence(x, w, b, 1.0, x, w, b, 1.0, share=share)
+        assert not kl.any() and not student_kl.any()
 
 
 @case(each_dtype=True)
@@ -461,25 +478,42 @@ def divergence_of_masked_classes(dtype: torch.dtype) -> None:
 
 
 @case(each_dtype=True)
+def mixture_of_masked_classes(dtype: torch.dtype) -> None:
+    """What one of the two rules out the other has all the same; what both rule out counts for nothing."""
+    vocab = 3000 if HAS_GPU else 131
+    x, w, b, scale, y, v, c, _ = two_heads(37, 24, vocab, dtype)
+    at = torch.arange(vocab, device=DEVICE)
+    b[at % 3 == 0], c[at < vocab // 2] = -inf, -inf
+    args, g = (x, w, b, scale, y, v, c, 1.0), [normal(37, seed=seed) for seed in range(3)]
+    actual = divergence_and_gradients(args, g, share=0.25)
+    # In float64 these take the way of a CPU, which ``test_divergence`` holds to eager.
+    exact = divergence_and_gradients(doubled(*args), [one.double() for one in g], share=0.25)
+    for a, e in zip(actual, exact, strict=True):
+        assert bool(a.isfinite().all())
+        assert relative_error(a, e) < 2 * max(FLOORS[a.dtype], 1e-6)
+
+
+@case(each_dtype=True)
 def divergence_of_rows_that_are_not_finite(dtype: torch.dtype) -> None:
     x, w, b, scale, y, v, c, teacher_scale = two_heads(37, 24, 131, dtype)
     x[3], x[20], y[5] = nan, inf, -inf
     args = (x, w, b, scale, y, v, c, teacher_scale)
     bad = torch.tensor([3, 5, 20], device=DEVICE)
     good = torch.ones(37, dtype=torch.bool, device=DEVICE).index_fill(0, bad, False)
-    out = divergence_cuda.linear_divergence(*args)
-    for t in out[:2]:
-        assert bool(t[~good].isnan().all()) and bool(t[good].isfinite().all())
     # Rows without upstream gradients contribute exactly nothing, whatever they are.
-    g = [normal(37).masked_fill(~good, 0) for _ in range(2)]
-    grads = divergence_cuda.linear_divergence_backward(*args, *out, *g, *[True] * 6)
+    g = [normal(37, seed=seed).masked_fill(~good, 0) for seed in range(3)]
     clean = x[good], w, b, scale, y[good], v, c, teacher_scale
-    without = divergence_and_gradients(clean, [one[good] for one in g])[2:]
-    for i, (a, e) in enumerate(zip(grads, without, strict=True)):
-        if i in (0, 3):
-            assert not a[~good].any()
-            a = a[good]
-        assert relative_error(a, e.double()) < 4 * max(FLOORS[dtype], 1e-6)
+    for share in MIXTURES:
+        count = 3 if share else 2
+        out, grads = (found := divergence_and_gradients(args, g, share=share))[:count], found[count:]
+        for t in out:
+            assert bool(t[~good].isnan().all()) and bool(t[good].isfinite().all())
+        without = divergence_and_gradients(clean, [one[good] for one in g], share=share)[count:]
+        for i, (a, e) in enumerate(zip(grads, without, strict=True)):
+            if i in (0, 3):
+                assert not a[~good].any()
+                a = a[good]
+            assert relative_error(a, e.double()) < 4 * max(FLOORS[dtype], 1e-6)
 
 
 @case(each_dtype=True)
@@ -502,9 +536,9 @@ def divergence_in_several_chunks_and_windows(dtype: torch.dtype) -> None:
     for rows, vocab in ((20, 150), (150, 20)):
         with small_windows(32 * 20 * 8):
             assert len(divergence_cuda._chunks(rows, vocab, 0)) > 2
-            check_divergence(two_heads(rows, 24, vocab, dtype), softcaps=(True,))
+            check_divergence(two_heads(rows, 24, vocab, dtype), softcaps=(True,), shares=MIXTURES)
         with small_windows(1 << 30):
-            check_divergence(two_heads(rows, 24, vocab, dtype), softcaps=(False,), memory=1)
+            check_divergence(two_heads(rows, 24, vocab, dtype), softcaps=(False,), memory=1, shares=MIXTURES)
 
 
 @case(each_dtype=True)
@@ -512,33 +546,36 @@ def divergence_gradients_of_any_size(dtype: torch.dtype) -> None:
     """float16 cannot hold the gradients of the logits: they are made 2**22 times smaller or larger than usual."""
     x, w, b, scale, y, v, c, teacher_scale = two_heads(40, 24, 90, dtype)
     args = (x, w, b.float(), scale, y, v, c.float(), teacher_scale)
-    out = divergence_cuda.linear_divergence(*args)
-    g, needs = [normal(40), normal(40)], (False, False, True) * 2
-    plain = divergence_cuda.linear_divergence_backward(*args, *out, *g, *needs)
-    for factor in (2.0**-22, 2.0**22):
-        grads = divergence_cuda.linear_divergence_backward(*args, *out, *(one * factor for one in g), *needs)
-        for i in (2, 5):
-            torch.testing.assert_close(grads[i] / factor, plain[i], rtol=1e-6, atol=1e-6)
+    g = [normal(40, seed=seed) for seed in range(3)]
+    for share in MIXTURES:
+        plain = divergence_and_gradients(args, g, share=share)
+        biases = len(plain) - 4, len(plain) - 1
+        for factor in (2.0**-22, 2.0**22):
+            scaled = divergence_and_gradients(args, [one * factor for one in g], share=share)
+            for i in biases:
+                torch.testing.assert_close(scaled[i] / factor, plain[i], rtol=1e-6, atol=1e-6)
 
 
 @case(each_dtype=True)
 def divergence_gradients_that_are_not_needed(dtype: torch.dtype) -> None:
-    args = two_heads(20, 24, 90, dtype)
-    out = divergence_cuda.linear_divergence(*args)
-    g = [normal(20), normal(20)]
-    full = divergence_cuda.linear_divergence_backward(*args, *out, *g, *[True] * 6)
-    for wanted in range(6):
-        some = divergence_cuda.linear_divergence_backward(*args, *out, *g, *(i == wanted for i in range(6)))
-        for i, (have, all_of_it) in enumerate(zip(some, full, strict=True)):
-            assert torch.equal(have, all_of_it if i == wanted else all_of_it.new_zeros((0,)))
+    args, g = two_heads(20, 24, 90, dtype), [normal(20), normal(20)]
+    for options in ({}, {"share": 0.3, "g_student_kl": normal(20)}):
+        out = divergence_cuda.linear_divergence(*args, share=options.get("share", 0.0))
+        full = divergence_cuda.linear_divergence_backward(*args, *out, *g, *[True] * 6, **options)
+        for wanted in range(6):
+            needs = (i == wanted for i in range(6))
+            some = divergence_cuda.linear_divergence_backward(*args, *out, *g, *needs, **options)
+            for i, (have, all_of_it) in enumerate(zip(some, full, strict=True)):
+                assert torch.equal(have, all_of_it if i == wanted else all_of_it.new_zeros((0,)))
 
 
 @case(each_dtype=True)
 def divergence_has_the_same_bits_every_time(dtype: torch.dtype) -> None:
     args = two_heads(*sizes((500, 256, 5003), (20, 24, 90)), dtype)
-    g = [normal(args[0].shape[0]), normal(args[0].shape[0])]
-    runs = [divergence_and_gradients(args, g, transform=SOFTCAP) for _ in range(3)]
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+    g = [normal(args[0].shape[0], seed=seed) for seed in range(3)]
+    for share in MIXTURES:
+        runs = [divergence_and_gradients(args, g, transform=SOFTCAP, share=share) for _ in range(3)]
+        assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
 @case()
@@ -554,28 +591,15 @@ def divergence_never_makes_the_logits() -> None:
 @case(gpu_only=True, each_dtype=True)
 def divergence_in_a_cuda_graph_and_without_waiting(dtype: torch.dtype) -> None:
     args = two_heads(500, 256, 5003, dtype)
-    g = [normal(500), normal(500)]
-    check_capture(lambda: divergence_and_gradients(args, g, transform=SOFTCAP))
+    g = [normal(500, seed=seed) for seed in range(3)]
+    for share in MIXTURES:
+        check_capture(lambda share=share: divergence_and_gradients(args, g, transform=SOFTCAP, share=share))
 
 
 # --- pytest's side, and the interpreting process's ------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A traceback, or nothing, for each case under Triton's interpreter."""
-    return interpret(__file__, tmp_path_factory)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("name", case)
-def test_kernels(name: str, request: pytest.FixtureRequest) -> None:
-    if HAS_GPU:
-        case[name]()
-        return
-    failure = request.getfixturevalue("interpreted")[name]
-    assert not failure, failure
+interpreted, test_kernels = made_of(case, __file__)
 
 
 if __name__ == "__main__":

@@ -52,12 +52,22 @@ def record(
         g = meta(rows, vocab, dtype=dtype) if plain else meta(vocab, rows, dtype=dtype).t()
         softmax_cuda.linear_softmax_backward(*head, 0.5, log, out, g, *needs, **options)
     heads = (*head, 0.5, *head, 2.0)
-    options = {"transform": transform, "teacher_transform": transform}
-    statistics = divergence_cuda.linear_divergence(*heads, **options)
-    g = meta(rows), meta(rows)
-    divergence_cuda.linear_divergence_backward(*heads, *statistics, *g, *needs, False, not plain, False, **options)
+    for share in (0.0, 0.3):
+        options = {"transform": transform, "teacher_transform": transform, "share": share}
+        statistics = divergence_cuda.linear_divergence(*heads, **options)
+        g = meta(rows), meta(rows), *needs, False, not plain, False
+        options["g_student_kl"] = meta(rows) if share else None
+        divergence_cuda.linear_divergence_backward(*heads, *statistics, *g, **options)
     # Further windows launch the same kernels again.
-    return list({(one.kernel.__name__, one.options.get("LOG")): one for one in launches}.values())
+    variants = {(one.kernel.__name__, one.options.get("LOG"), _mixes(one)): one for one in launches}
+    assert len(variants) == len([name for names in KERNELS.values() for name in names]) + 5
+    return list(variants.values())
+
+
+def _mixes(launch: Launch) -> bool:
+    """Whether a kernel of divergences compares with a mixture."""
+    given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+    return given.get("part_overlap", given.get("overlap")) is not None
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

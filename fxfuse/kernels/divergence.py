@@ -18,6 +18,18 @@ from .exponential import exponential
 from .softmax import OPTIONS, block, divided, finished, log_softmax
 
 
+@triton.jit
+def mixed(log_q, log_p, share, own):
+    """log q and log p less log m, and m over the larger of q and p; m is own q + share p. See ``ops.divergence``."""
+    apart = log_q - log_p
+    r = exponential(-tl.abs(apart))
+    w = tl.where(apart < 0.0, own, share)
+    part = tl.where(r < 0.5, tl.where(apart < 0.0, share, own) + w * r, 1.0 + w * (r - 1.0))
+    below = tl.log(part)
+    # Of a NaN ``below`` is one too.
+    return tl.minimum(apart, 0.0) - below, tl.minimum(-apart, 0.0) - below, part
+
+
 @triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
 def divergence_kernel(
     product,  # [rows, V] float32: the student's
@@ -30,8 +42,12 @@ def divergence_kernel(
     teacher_residual,
     part_kl,  # [splits, rows] float32, out
     part_cross_entropy,  # [splits, rows] float32, out
+    part_student_kl,  # [splits, rows] float32, out, or None where q is m
+    part_overlap,  # the same
     scale,
     teacher_scale,
+    share,
+    own,  # 1 - share
     rows,
     vocab,
     splits,
@@ -47,6 +63,8 @@ def divergence_kernel(
     first = split * tiles_per_split
     kl = tl.zeros((BLOCK,), dtype=tl.float32)
     cross_entropy = tl.zeros((BLOCK,), dtype=tl.float32)
+    student_kl = tl.zeros((BLOCK,), dtype=tl.float32)
+    overlap = tl.zeros((BLOCK,), dtype=tl.float32)
     for tile in range(first, tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK))):
         col = tile * BLOCK + tl.arange(0, BLOCK)
         inside = col < vocab
@@ -58,11 +76,23 @@ def divergence_kernel(
         log_p = log_softmax(y, teacher_lse, teacher_residual, row)
         p = exponential(log_p)
         counts = inside & (p != 0)
-        kl += tl.where(counts, p * (log_p - log_q), 0.0)
-        cross_entropy -= tl.where(counts, p * log_q, 0.0)
-    part = split.to(tl.int64) * rows + row
-    tl.store(part_kl + part, tl.sum(kl, 0))
-    tl.store(part_cross_entropy + part, tl.sum(cross_entropy, 0))
+        log_m = log_q
+        above = log_p - log_q
+        if part_overlap is not None:
+            student_above, above, part = mixed(log_q, log_p, share, own)
+            log_m = log_p - above
+            q = exponential(log_q)
+            student_counts = inside & (q != 0)
+            student_kl += tl.where(student_counts, q * student_above, 0.0)
+            overlap += tl.where(counts & student_counts, tl.minimum(p, q) / part, 0.0)
+        kl += tl.where(counts, p * above, 0.0)
+        cross_entropy -= tl.where(counts, p * log_m, 0.0)
+    at = split.to(tl.int64) * rows + row
+    tl.store(part_kl + at, tl.sum(kl, 0))
+    tl.store(part_cross_entropy + at, tl.sum(cross_entropy, 0))
+    if part_overlap is not None:
+        tl.store(part_student_kl + at, tl.sum(student_kl, 0))
+        tl.store(part_overlap + at, tl.sum(overlap, 0))
 
 
 @triton.jit
@@ -75,16 +105,22 @@ def gradients_kernel(
     teacher_bias,
     teacher_lse,
     teacher_residual,
-    kl,  # [rows] float32
-    cross_entropy,  # [rows] float32
-    g_kl,  # [rows] float32
-    g_cross_entropy,  # [rows] float32
+    kl,  # [rows] float32, as are all from here on
+    cross_entropy,
+    student_kl,  # or None, where q is m
+    overlap,  # or None
+    g_kl,
+    g_cross_entropy,
+    g_student_kl,  # or None
+    g_u,  # what multiplies the terms with u
     factor,  # [1] float32, or None for 1
     teacher_factor,  # [1] float32, or None for 1
     dz,  # [rows, W], out, or None: of the student's logits
     dy,  # [rows, W], out, or None: of the teacher's
     scale,
     teacher_scale,
+    share,
+    own,  # 1 - share
     classes,  # W
     product_row,
     teacher_product_row,
@@ -106,23 +142,41 @@ def gradients_kernel(
     log_q = log_softmax(z, lse, residual, row)
     log_p = log_softmax(y, teacher_lse, teacher_residual, row)
     p = exponential(log_p)
+    q = exponential(log_q)
     row_g_kl = tl.load(g_kl + row)
     row_g_cross_entropy = tl.load(g_cross_entropy + row)
+    row_g_u = tl.load(g_u + row)
     # An idle row is zero even if its logits are not finite.
     active = (row_g_kl != 0) | (row_g_cross_entropy != 0)
+    log_m = log_q
+    above = log_p - log_q
+    if overlap is not None:
+        row_g_student_kl = tl.load(g_student_kl + row)
+        active |= row_g_student_kl != 0
+        row_overlap = tl.load(overlap + row)
+        student_above, above, part = mixed(log_q, log_p, share, own)
+        log_m = log_p - above
+        u = tl.where((p != 0) & (q != 0), tl.minimum(p, q) / part, 0.0)
     # The padding is written too: a mask at an odd W would break the stores into single elements.
     if dz is not None:
-        d = (row_g_kl + row_g_cross_entropy) * (exponential(log_q) - p) * slope
+        if overlap is not None:
+            d = tl.where(q != 0, row_g_student_kl * q * (student_above - tl.load(student_kl + row)), 0.0)
+            d -= row_g_u * (u - q * row_overlap)
+        else:
+            d = row_g_u * (q - p)
         if factor is not None:
             scale = scale * tl.load(factor)
-        d = tl.where(active, d * scale, 0.0)
+        d = tl.where(active, d * slope * scale, 0.0)
         tl.store(dz + row * dz_row + col, d.to(dz.dtype.element_ty), mask=col < padded)
     if dy is not None:
-        above = row_g_kl * (log_p - log_q - tl.load(kl + row))
-        d = p * (above - row_g_cross_entropy * (log_q + tl.load(cross_entropy + row))) * teacher_slope
+        above = row_g_kl * (above - tl.load(kl + row))
+        d = p * (above - row_g_cross_entropy * (log_m + tl.load(cross_entropy + row)))
+        d = tl.where(p != 0, d, 0.0)
+        if overlap is not None:
+            d += row_g_u * (u - p * row_overlap)
         if teacher_factor is not None:
             teacher_scale = teacher_scale * tl.load(teacher_factor)
-        d = tl.where(active, tl.where(p != 0, d * teacher_scale, 0.0), 0.0)
+        d = tl.where(active, d * teacher_slope * teacher_scale, 0.0)
         tl.store(dy + row * dy_row + col, d.to(dy.dtype.element_ty), mask=col < padded)
 
 
@@ -139,24 +193,43 @@ class Logits(NamedTuple):
     lse: Tensor  # [C] float32, contiguous, as are all vectors here: of all classes
     residual: Tensor  # [C] float32
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.product, self.bias, self.lse, self.residual
 
-def divergences(student: Logits, teacher: Logits) -> tuple[Tensor, Tensor]:
-    """``kl`` and ``cross_entropy [C]``, float32, of whole rows."""
+
+class Row(NamedTuple):
+    """What the gradients need of each row, float32 ``[C]``; None without a mixture. See ``ops.divergence``."""
+
+    kl: Tensor
+    cross_entropy: Tensor
+    student_kl: Tensor | None
+    overlap: Tensor | None
+    g_kl: Tensor
+    g_cross_entropy: Tensor
+    g_student_kl: Tensor | None
+    g_u: Tensor
+
+    def at(self, rows: slice) -> Row:
+        return Row(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
+
+
+def divergences(student: Logits, teacher: Logits, share: float) -> tuple[Tensor | None, ...]:
+    """``kl``, ``cross_entropy``, ``student_kl`` and ``overlap [C]``, float32, of whole rows; None for a share of 0."""
     rows, vocab = student.product.shape
     splits, each = divided(rows, vocab, student.product.device)
-    parts = torch.empty((2, splits, rows), dtype=torch.float32, device=student.product.device)
+    count = 4 if share else 2
+    parts = torch.empty((count, splits, rows), dtype=torch.float32, device=student.product.device)
+    unasked = [None] * (4 - count)
     divergence_kernel[(rows * splits,)](
-        student.product,
-        student.bias,
-        student.lse,
-        student.residual,
-        teacher.product,
-        teacher.bias,
-        teacher.lse,
-        teacher.residual,
+        *student.tensors,
+        *teacher.tensors,
         *parts.unbind(),
+        *unasked,
         student.scale,
         teacher.scale,
+        share,
+        1.0 - share,
         rows,
         vocab,
         splits,
@@ -168,8 +241,7 @@ def divergences(student: Logits, teacher: Logits) -> tuple[Tensor, Tensor]:
         BLOCK=block(student.product.device),
         **OPTIONS,
     )
-    kl, cross_entropy = parts.sum(1).unbind()
-    return kl, cross_entropy
+    return *parts.sum(1).unbind(), *unasked
 
 
 def write_gradients(
@@ -177,39 +249,30 @@ def write_gradients(
     dy: Tensor | None,
     student: Logits,
     teacher: Logits,
-    kl: Tensor,
-    cross_entropy: Tensor,
-    g_kl: Tensor,
-    g_cross_entropy: Tensor,
+    share: float,
+    row: Row,
     factor: Tensor | None,
     teacher_factor: Tensor | None,
 ) -> None:
     """Write the gradients of the student's logits into ``dz`` and of the teacher's into ``dy``, times scale and factor.
 
     Either is ``[C, W]`` in the dtype of that head's operands, with unit column stride and rows a multiple of ``PAD``
-    apart, or None; columns between W and the next such multiple are overwritten. The vectors are float32 ``[C]``.
+    apart, or None; columns between W and the next such multiple are overwritten.
     """
     (rows, classes), length = student.product.shape, block(student.product.device)
     padded = triton.cdiv(classes, PAD) * PAD
     gradients_kernel[(rows * triton.cdiv(padded, length),)](
-        student.product,
-        student.bias,
-        student.lse,
-        student.residual,
-        teacher.product,
-        teacher.bias,
-        teacher.lse,
-        teacher.residual,
-        kl,
-        cross_entropy,
-        g_kl,
-        g_cross_entropy,
+        *student.tensors,
+        *teacher.tensors,
+        *row,
         factor,
         teacher_factor,
         dz,
         dy,
         student.scale,
         teacher.scale,
+        share,
+        1.0 - share,
         classes,
         student.product.stride(0),
         teacher.product.stride(0),

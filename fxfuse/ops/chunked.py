@@ -70,8 +70,9 @@ class Head(NamedTuple):
         return apply(self.transform, out), None
 
 
-def row_slices(rows: int, row_bytes: int, memory: int, most: int = CHUNK_BYTES) -> list[slice]:
-    """Equal chunks of rows, each of which takes at most ``memory`` bytes or ``most``; none where N is 0."""
+def row_slices(rows: int, row_bytes: int, memory: int, most: int | None = None) -> list[slice]:
+    """Equal chunks of rows of at most ``memory`` bytes and ``most``, or ``CHUNK_BYTES``; none where N is 0."""
+    most = CHUNK_BYTES if most is None else most
     step = max(MIN_CHUNK_ROWS, min(most, memory or most) // max(1, row_bytes))
     # A short last one would waste a product.
     step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))

@@ -1,30 +1,39 @@
 """``fxfuse::linear_divergence``: how far the softmax of one head is from that of another, row by row.
 
 A student (``input [N, D]``, ``weight [V, D]``, ``bias [V]`` or None, ``scale``, ``transform``) and a teacher (the same
-with another D) have the logits z and y, both ``[N, V]``, as ``contract`` says; with q = softmax(z) and p = softmax(y)
+with another D) have the logits z and y, both ``[N, V]``, as ``contract`` says; with q = softmax(z), p = softmax(y) and
+their mixture m = (1 - share) q + share p, which is q itself for a ``share`` of 0
 
 ================================================================  =====================================================
-``kl [N]``                                                        ``sum_j p_j (log p_j - log q_j)``
-``cross_entropy [N]``                                             ``-sum_j p_j log q_j``
+``kl [N]``                                                        ``sum_j p_j (log p_j - log m_j)``
+``cross_entropy [N]``                                             ``-sum_j p_j log m_j``
+``student_kl [N]``                                                ``sum_j q_j (log q_j - log m_j)``
+``overlap [N]``                                                   ``sum_j u_j`` with ``u_j = p_j q_j / m_j``, for the
+                                                                  backward
 ``lse``, ``residual``, ``teacher_lse``, ``teacher_residual [N]``  either head's log-sum-exps as in ``contract``, for the
                                                                   backward; unspecified in rows that are not finite
 ================================================================  =====================================================
 
-A term is 0 where p_j is, whatever q_j is there (``torch.xlogy``): classes that both heads rule out count for nothing.
-Each sum is one of such terms: the difference of a cross entropy and an entropy would cancel where the student is close
-to the teacher. All are in the accumulation dtype, float64 if an operand is and else float32; only ``kl`` and
-``cross_entropy`` are differentiable. Hinton, Vinyals & Dean 2015 (arXiv:1503.02531) has the losses; temperatures are
-scales.
+``student_kl`` and ``overlap`` are empty for a share of 0, where they would be 0 and 1. A term is 0 where the
+probability before it is, whatever the other is there (``torch.xlogy``): classes that both heads rule out count for
+nothing. Each sum is one of such terms: the difference of a cross entropy and an entropy would cancel where the student
+is close to the teacher. All are in the accumulation dtype, float64 if an operand is and else float32; only ``kl``,
+``cross_entropy`` and ``student_kl`` are differentiable. Hinton, Vinyals & Dean 2015 (arXiv:1503.02531) has the losses
+without a mixture; temperatures are scales. ``share kl + (1 - share) student_kl`` is the generalised Jensen-Shannon
+divergence of Agarwal et al. 2024 (arXiv:2306.13649), and either term alone the skewed one of Ko et al. 2024
+(arXiv:2402.03898).
 
-As sum_j p_j = sum_j q_j = 1 and the derivative of log p_j by y_k is [j = k] - p_k, upstream gradients ``g_kl [N]`` and
-``g_cross_entropy [N]`` give
+The derivatives of log q_j by z_k and of log p_j by y_k are [j = k] - q_k and [j = k] - p_k, and those of log m_j are
+(1 - share) q_j / m_j and share p_j / m_j times these. So upstream gradients ``g_kl``, ``g_cross_entropy`` and
+``g_student_kl [N]`` give, with ``g = (1 - share) (g_kl + g_cross_entropy) - share g_student_kl``,
 
-    dz_j = (g_kl + g_cross_entropy) (q_j - p_j)
-    dy_j = p_j (g_kl (log p_j - log q_j - kl) + g_cross_entropy (-log q_j - cross_entropy))
+    dz_j = g_student_kl q_j (log q_j - log m_j - student_kl) - g (u_j - q_j overlap)
+    dy_j = p_j (g_kl (log p_j - log m_j - kl) + g_cross_entropy (-log m_j - cross_entropy)) + g (u_j - p_j overlap)
 
-times scale and slope. dy_j too is 0 where p_j is, and a row whose upstream gradients are both zero contributes exactly
-zero. A teacher without gradients costs the backward its logits and no further product. There is a chunk of the logits
-of either head at a time. ``memory`` bounds the buffers in bytes; 0 leaves them to the implementation.
+times scale and slope. Without a mixture u is p, and dz_j is g (q_j - p_j). What is multiplied by p_j or q_j is 0 where
+these are, and a row whose upstream gradients are all zero contributes exactly zero. A teacher without gradients costs
+the backward its logits and no further product. There is a chunk of the logits of either head at a time. ``memory``
+bounds the buffers in bytes; 0 leaves them to the implementation.
 
 Here are the op's schema and what a CPU runs: ATen in chunks of rows.
 """
@@ -40,17 +49,79 @@ from .chunked import Gradients, Head, row_slices
 from .contract import acc_dtype
 from .library import backward_fake, guarded, lib, refuse_second_order
 
-_OPERANDS = (
-    "Tensor input, Tensor weight, Tensor? bias, float scale,"
-    " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, float teacher_scale"
-)
-_OPTIONS = "str transform='', str teacher_transform='', int memory=0"
-_NEEDS = (
-    "bool need_input, bool need_weight, bool need_bias,"
-    " bool need_teacher_input, bool need_teacher_weight, bool need_teacher_bias"
-)
 # Of the size of a chunk of logits, while it is worked on: of either head logits and a slope, and what is made of them.
-BUFFERS = 6
+BUFFERS, MIXED_BUFFERS = 6, 11
+
+
+class Operands(NamedTuple):
+    """The operands of the op, in the order of its schema."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    teacher_input: Tensor
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+    teacher_scale: float
+
+    @property
+    def student(self) -> tuple[Tensor, Tensor, Tensor | None, float]:
+        return self.input, self.weight, self.bias, self.scale
+
+    @property
+    def teacher(self) -> tuple[Tensor, Tensor, Tensor | None, float]:
+        return self.teacher_input, self.teacher_weight, self.teacher_bias, self.teacher_scale
+
+    @property
+    def acc(self) -> torch.dtype:
+        """The accumulation dtype of the two together."""
+        return torch.promote_types(acc_dtype(self.input.dtype), acc_dtype(self.teacher_input.dtype))
+
+
+class Divergences(NamedTuple):
+    """What the op returns, in its order; see above."""
+
+    kl: Tensor
+    cross_entropy: Tensor
+    student_kl: Tensor
+    overlap: Tensor
+    lse: Tensor
+    residual: Tensor
+    teacher_lse: Tensor
+    teacher_residual: Tensor
+
+    @classmethod
+    def empty(cls, operands: Operands, share: float) -> Divergences:
+        """Memory for all."""
+        rows = operands.input.shape[0]
+        sizes = (rows, rows, *(2 * (rows if share else 0,)), *4 * (rows,))
+        return cls(*(operands.input.new_empty((size,), dtype=operands.acc) for size in sizes))
+
+    def write(self, at: slice, *parts: Tensor | None) -> None:
+        """Set rows of each to what was made of them; None of what is empty."""
+        for whole, part in zip(self, parts, strict=True):
+            if part is not None:
+                whole[at] = part
+
+
+class Upstream(NamedTuple):
+    """Upstream gradients of the divergences, ``[N]`` each; None without a mixture."""
+
+    kl: Tensor
+    cross_entropy: Tensor
+    student_kl: Tensor | None
+
+    @property
+    def active(self) -> Tensor:
+        """The rows that count, ``[N]``."""
+        active = (self.kl != 0) | (self.cross_entropy != 0)
+        return active if self.student_kl is None else active | (self.student_kl != 0)
+
+    def of_overlap(self, share: float) -> Tensor:
+        """What multiplies the terms with u, ``[N]``."""
+        g = self.kl + self.cross_entropy
+        return g if self.student_kl is None else (1.0 - share) * g - share * self.student_kl
 
 
 class _LogSoftmax(NamedTuple):
@@ -66,6 +137,13 @@ class _Side(NamedTuple):
     input: Tensor
     head: Head
     acc: torch.dtype
+
+    @classmethod
+    def both(cls, operands: Operands, transform: str, teacher_transform: str) -> tuple[_Side, _Side]:
+        return (
+            cls(operands.input, Head.of(*operands.student, transform), operands.acc),
+            cls(operands.teacher_input, Head.of(*operands.teacher, teacher_transform), operands.acc),
+        )
 
     def log_softmax(self, at: slice, want_slope: bool) -> _LogSoftmax:
         buffer = self.input.new_empty((at.stop - at.start, self.head.weight.shape[0]), dtype=self.head.acc)
@@ -89,102 +167,134 @@ class _Side(NamedTuple):
         grads.add(at, rows, dz.mul_(self.head.scale).masked_fill_(~active[:, None], 0.0))
 
 
-def accumulates_in(input: Tensor, teacher_input: Tensor) -> torch.dtype:
-    """The accumulation dtype of the two together."""
-    return torch.promote_types(acc_dtype(input.dtype), acc_dtype(teacher_input.dtype))
+class _Mixed(NamedTuple):
+    """Entry by entry, what relates two distributions to their mixture, ``[C, V]`` each."""
+
+    above: Tensor  # log p - log m
+    log_m: Tensor
+    student_above: Tensor | None  # log q - log m, where m is not q
+    u: Tensor | None  # p q / m, where that is not p
+
+    @classmethod
+    def of(cls, log_q: Tensor, log_p: Tensor, q: Tensor | None, p: Tensor, share: float) -> _Mixed:
+        """``q`` is needed with a mixture alone."""
+        if q is None:
+            return cls(log_p - log_q, log_q, None, None)
+        # Of the larger of p and q, m is the part (1 - w) + w r, with r the smaller over the larger and w its weight in
+        # m. Where they are close, so that this is close to 1, only 1 + w (r - 1) keeps how far it is from that.
+        apart = log_q - log_p
+        r = apart.abs().neg_().exp_()
+        of_q, of_p = (apart.new_full((), part) for part in (1.0 - share, share))
+        w, rest = torch.where(apart < 0, of_q, of_p), torch.where(apart < 0, of_p, of_q)
+        part = torch.where(r < 0.5, rest + w * r, 1.0 + w * (r - 1.0))
+        u = (torch.minimum(p, q) / part).masked_fill_((p == 0) | (q == 0), 0.0)
+        below = part.log_()
+        above = (-apart).clamp_(max=0.0) - below
+        return cls(above, log_p - above, apart.clamp_(max=0.0).sub_(below), u)
 
 
-def _slices(student: _Side, memory: int) -> list[slice]:
+def _sum(weight: Tensor, terms: Tensor) -> Tensor:
+    """The sums ``[C]`` of the products, which are 0 where the weight is."""
+    return (weight * terms).masked_fill_(weight == 0, 0.0).sum(1)
+
+
+def _slices(student: _Side, share: float, memory: int) -> list[slice]:
     vocab = student.head.weight.shape[0]
-    return row_slices(student.input.shape[0], BUFFERS * vocab * student.acc.itemsize, memory)
+    buffers = MIXED_BUFFERS if share else BUFFERS
+    return row_slices(student.input.shape[0], buffers * vocab * student.acc.itemsize, memory)
 
 
 def linear_divergence_chunked(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    teacher_scale: float,
-    *,
-    transform: str = "",
-    teacher_transform: str = "",
-    memory: int = 0,
-) -> tuple[Tensor, ...]:
-    acc = accumulates_in(input, teacher_input)
-    student = _Side(input, Head.of(input, weight, bias, scale, transform), acc)
-    teacher_head = Head.of(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
-    teacher = _Side(teacher_input, teacher_head, acc)
-    out = tuple(input.new_empty((input.shape[0],), dtype=acc) for _ in range(6))
-    for at in _slices(student, memory):
+    *args: Any, share: float = 0.0, transform: str = "", teacher_transform: str = "", memory: int = 0
+) -> Divergences:
+    operands = Operands(*args)
+    student, teacher = _Side.both(operands, transform, teacher_transform)
+    out = Divergences.empty(operands, share)
+    for at in _slices(student, share, memory):
         log_q, log_p = student.log_softmax(at, False), teacher.log_softmax(at, False)
-        p = log_p.values.exp()
-        nothing = p == 0
-        kl = (log_p.values - log_q.values).mul_(p).masked_fill_(nothing, 0.0).sum(1)
-        cross_entropy = -p.mul_(log_q.values).masked_fill_(nothing, 0.0).sum(1)
-        made = (kl, cross_entropy, log_q.lse, log_q.residual, log_p.lse, log_p.residual)
-        for whole, part in zip(out, made, strict=True):
-            whole[at] = part
+        p, q = log_p.values.exp(), log_q.values.exp() if share else None
+        mixed = _Mixed.of(log_q.values, log_p.values, q, p, share)
+        student_kl = overlap = None
+        if q is not None:
+            assert mixed.student_above is not None and mixed.u is not None
+            student_kl, overlap = _sum(q, mixed.student_above), mixed.u.sum(1)
+        divergences = _sum(p, mixed.above), -_sum(p, mixed.log_m), student_kl, overlap
+        out.write(at, *divergences, log_q.lse, log_q.residual, log_p.lse, log_p.residual)
     return out
 
 
 def linear_divergence_backward_chunked(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    teacher_scale: float,
-    kl: Tensor,
-    cross_entropy: Tensor,
-    lse: Tensor,
-    residual: Tensor,
-    teacher_lse: Tensor,
-    teacher_residual: Tensor,
-    g_kl: Tensor,
-    g_cross_entropy: Tensor,
-    *needs: bool,
+    *args: Any,
+    g_student_kl: Tensor | None = None,
+    share: float = 0.0,
     transform: str = "",
     teacher_transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, ...]:
-    acc = accumulates_in(input, teacher_input)
-    student = _Side(input, Head.of(input, weight, bias, scale, transform), acc)
-    teacher_head = Head.of(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
-    teacher = _Side(teacher_input, teacher_head, acc)
-    grads = Gradients(input.shape[0], student.head, *needs[:3])
-    teacher_grads = Gradients(input.shape[0], teacher.head, *needs[3:])
-    active = (g_kl != 0) | (g_cross_entropy != 0)
-    for at in _slices(student, memory):
+    operands, have, g, needs = taken_apart(args, g_student_kl)
+    student, teacher = _Side.both(operands, transform, teacher_transform)
+    grads = Gradients(operands.input.shape[0], student.head, *needs[:3])
+    teacher_grads = Gradients(operands.input.shape[0], teacher.head, *needs[3:])
+    active, g_u = g.active, g.of_overlap(share)
+    for at in _slices(student, share, memory):
         log_q, log_p = student.log_softmax(at, grads.any()), teacher.log_softmax(at, teacher_grads.any())
-        p = log_p.values.exp()
+        p, q = log_p.values.exp(), log_q.values.exp() if share or grads.any() else None
+        mixed = _Mixed.of(log_q.values, log_p.values, q if share else None, p, share)
         if grads.any():
-            dz = log_q.values.exp().sub_(p).mul_((g_kl + g_cross_entropy)[at, None])
+            assert q is not None
+            if mixed.u is None:
+                dz = q.sub_(p).mul_(g_u[at, None])
+            else:
+                assert mixed.student_above is not None and g.student_kl is not None
+                above = mixed.student_above.sub_(have.student_kl[at, None]).mul_(g.student_kl[at, None])
+                dz = above.mul_(q).masked_fill_(q == 0, 0.0)
+                dz.sub_((mixed.u - q * have.overlap[at, None]).mul_(g_u[at, None]))
             student.add(grads, at, dz, log_q.slope, active[at])
         if teacher_grads.any():
-            # The logarithms are not needed any more once they are in here.
-            dy = log_p.values.sub_(log_q.values).sub_(kl[at, None]).mul_(g_kl[at, None])
-            dy.sub_(log_q.values.add_(cross_entropy[at, None]).mul_(g_cross_entropy[at, None]))
-            teacher.add(teacher_grads, at, dy.mul_(p).masked_fill_(p == 0, 0.0), log_p.slope, active[at])
-    return *grads.like(input, weight, bias), *teacher_grads.like(teacher_input, teacher_weight, teacher_bias)
+            dy = mixed.above.sub_(have.kl[at, None]).mul_(g.kl[at, None])
+            dy.sub_(mixed.log_m.add_(have.cross_entropy[at, None]).mul_(g.cross_entropy[at, None]))
+            dy = dy.mul_(p).masked_fill_(p == 0, 0.0)
+            if mixed.u is not None:
+                dy.add_((mixed.u - p * have.overlap[at, None]).mul_(g_u[at, None]))
+            teacher.add(teacher_grads, at, dy, log_p.slope, active[at])
+    return *grads.like(*operands.student[:3]), *teacher_grads.like(*operands.teacher[:3])
+
+
+def taken_apart(
+    args: tuple[Any, ...], g_student_kl: Tensor | None
+) -> tuple[Operands, Divergences, Upstream, tuple[bool, ...]]:
+    """The arguments of the backward: operands, what the forward returned, upstream gradients, and the needs."""
+    return Operands(*args[:8]), Divergences(*args[8:16]), Upstream(args[16], args[17], g_student_kl), args[18:]
 
 
 # --- the op ---------------------------------------------------------------------------------------------------
 
-_STATISTICS = (
-    "Tensor kl, Tensor cross_entropy, Tensor lse, Tensor residual, Tensor teacher_lse, Tensor teacher_residual"
+_OPERANDS = (
+    "Tensor input, Tensor weight, Tensor? bias, float scale,"
+    " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, float teacher_scale"
 )
-_SIX = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_OPTIONS = "float share=0.0, str transform='', str teacher_transform='', int memory=0"
+_NEEDS = (
+    "bool need_input, bool need_weight, bool need_bias,"
+    " bool need_teacher_input, bool need_teacher_weight, bool need_teacher_bias"
+)
+_DIVERGENCES = ", ".join(f"Tensor {name}" for name in Divergences._fields)
+
+
+def _tensors(count: int) -> str:
+    return f"({', '.join(['Tensor'] * count)})"
+
 
 for _name, _schema, _implementation in (
-    ("linear_divergence", f"({_OPERANDS}, *, {_OPTIONS}) -> {_SIX}", linear_divergence_chunked),
+    (
+        "linear_divergence",
+        f"({_OPERANDS}, *, {_OPTIONS}) -> {_tensors(len(Divergences._fields))}",
+        linear_divergence_chunked,
+    ),
     (
         "linear_divergence_backward",
-        f"({_OPERANDS}, {_STATISTICS}, Tensor g_kl, Tensor g_cross_entropy, {_NEEDS}, *, {_OPTIONS}) -> {_SIX}",
+        f"({_OPERANDS}, {_DIVERGENCES}, Tensor g_kl, Tensor g_cross_entropy, {_NEEDS},"
+        f" *, Tensor? g_student_kl=None, {_OPTIONS}) -> {_tensors(6)}",
         linear_divergence_backward_chunked,
     ),
 ):
@@ -196,10 +306,8 @@ linear_divergence_backward = torch.ops.fxfuse.linear_divergence_backward.default
 
 
 @torch.library.register_fake("fxfuse::linear_divergence", lib=lib)
-def _fake(*args: Any, **_: Any) -> tuple[Tensor, ...]:
-    input, teacher_input = args[0], args[4]
-    acc = accumulates_in(input, teacher_input)
-    return tuple(input.new_empty(input.shape[:1], dtype=acc) for _ in range(6))
+def _fake(*args: Any, share: float = 0.0, **_: Any) -> tuple[Tensor, ...]:
+    return tuple(Divergences.empty(Operands(*args), share))
 
 
 @torch.library.register_fake("fxfuse::linear_divergence_backward", lib=lib)
@@ -212,20 +320,24 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any
     *student, ctx.scale, teacher_input, teacher_weight, teacher_bias, ctx.teacher_scale = inputs
     ctx.options = keyword_only_inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.mark_non_differentiable(*output[3 if ctx.options["share"] else 2 :])
     ctx.save_for_backward(*student, teacher_input, teacher_weight, teacher_bias, *output)
 
 
-def _backward(ctx: Any, g_kl: Tensor | None, g_cross_entropy: Tensor | None, *_: None) -> tuple[Any, ...]:
+def _backward(
+    ctx: Any, g_kl: Tensor | None, g_cross_entropy: Tensor | None, g_student_kl: Tensor | None, *_: None
+) -> tuple[Any, ...]:
     refuse_second_order("linear_divergence")
     student, teacher, out = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], ctx.saved_tensors[6:]
-    if g_kl is None and g_cross_entropy is None:
+    upstream = (g_kl, g_cross_entropy, g_student_kl)
+    if all(g is None for g in upstream):
         return (None,) * 8
-    g_kl, g_cross_entropy = (torch.zeros_like(out[0]) if g is None else g for g in (g_kl, g_cross_entropy))
+    g_kl, g_cross_entropy, g_student_kl = (torch.zeros_like(out[0]) if g is None else g for g in upstream)
     needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[4:7]
     grads = linear_divergence_backward(
-        *student, ctx.scale, *teacher, ctx.teacher_scale, *out, g_kl, g_cross_entropy, *needs, **ctx.options
-    )
+        *student, ctx.scale, *teacher, ctx.teacher_scale, *out, g_kl, g_cross_entropy, *needs,
+        g_student_kl=g_student_kl if ctx.options["share"] else None, **ctx.options,
+    )  # fmt: skip
     d = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
     return *d[:3], None, *d[3:], None
 

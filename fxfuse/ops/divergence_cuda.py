@@ -9,7 +9,7 @@ rounded to 16 bits; their gradients are, for the products with them. float64, an
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,14 @@ from ..kernels import tiles
 from ..transform import decode, steepest
 from . import cuda
 from .contract import power_of_two
-from .divergence import linear_divergence_backward_chunked, linear_divergence_chunked
+from .divergence import (
+    Divergences,
+    Operands,
+    Upstream,
+    linear_divergence_backward_chunked,
+    linear_divergence_chunked,
+    taken_apart,
+)
 from .windows import Gradients
 
 # Rows of a chunk of the forward are a multiple of this where they fit: whole tiles of a product.
@@ -39,6 +46,10 @@ class _Head(NamedTuple):
         decode(transform)  # which raises where it is none
         return cls(input, weight, cuda._contiguous(bias), float(scale), transform)
 
+    @classmethod
+    def both(cls, operands: Operands, transform: str, teacher_transform: str) -> tuple[_Head, _Head]:
+        return cls.of(*operands.student, transform), cls.of(*operands.teacher, teacher_transform)
+
     def product(self, at_rows: slice, at_classes: slice, buffer: Tensor) -> tuple[Tensor, Tensor | None, float, str]:
         """``input @ weight.T`` there, float32 in ``buffer``, and what makes it logits."""
         product = _window(buffer, at_rows, at_classes)
@@ -52,8 +63,9 @@ class _Head(NamedTuple):
         return power_of_two(bound, abs(self.scale) * steepest(decode(self.transform)))
 
 
-def _has_kernels(input: Tensor, weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor) -> bool:
-    return cuda._has_kernels(input, weight) and cuda._has_kernels(teacher_input, teacher_weight)
+def _has_kernels(operands: Operands) -> bool:
+    heads = operands.student, operands.teacher
+    return operands.input.shape[0] > 0 and all(cuda._has_kernels(input, weight) for input, weight, *_ in heads)
 
 
 def _window(buffer: Tensor, at_rows: slice, at_classes: slice) -> Tensor:
@@ -77,110 +89,92 @@ def _chunks(rows: int, vocab: int, memory: int) -> list[slice]:
 
 
 def linear_divergence(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    teacher_scale: float,
-    *,
-    transform: str = "",
-    teacher_transform: str = "",
-    memory: int = 0,
-) -> tuple[Tensor, ...]:
-    rows, vocab = input.shape[0], weight.shape[0]
-    if rows == 0 or not _has_kernels(input, weight, teacher_input, teacher_weight):
+    *args: Any, share: float = 0.0, transform: str = "", teacher_transform: str = "", memory: int = 0
+) -> Divergences:
+    operands = Operands(*args)
+    if not _has_kernels(operands):
         return linear_divergence_chunked(
-            input, weight, bias, scale, teacher_input, teacher_weight, teacher_bias, teacher_scale,
-            transform=transform, teacher_transform=teacher_transform, memory=memory,
-        )  # fmt: skip
+            *args, share=share, transform=transform, teacher_transform=teacher_transform, memory=memory
+        )
     from ..kernels.divergence import Logits, divergences
     from ..kernels.softmax import row_stats
 
-    student = _Head.of(input, weight, bias, scale, transform)
-    teacher = _Head.of(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
-    out = tuple(input.new_empty((rows,), dtype=torch.float32) for _ in range(6))
+    heads = _Head.both(operands, transform, teacher_transform)
+    rows, vocab = operands.input.shape[0], operands.weight.shape[0]
+    out = Divergences.empty(operands, share)
     chunks, whole = _chunks(rows, vocab, memory), slice(0, vocab)
-    buffers = [_buffer(input, chunks[0], whole, torch.float32) for _ in range(2)]
-    with cuda._current(input.device):
+    buffers = [_buffer(operands.input, chunks[0], whole, torch.float32) for _ in heads]
+    with cuda._current(operands.input.device):
         for here in chunks:
-            read = [head.product(here, whole, at) for head, at in zip((student, teacher), buffers, strict=True)]
+            read = [head.product(here, whole, at) for head, at in zip(heads, buffers, strict=True)]
             log_q, log_p = (Logits(*one, *row_stats(*one)) for one in read)
-            made = *divergences(log_q, log_p), log_q.lse, log_q.residual, log_p.lse, log_p.residual
-            for all_rows, part in zip(out, made, strict=True):
-                all_rows[here] = part
+            made = divergences(log_q, log_p, share)
+            out.write(here, *made, log_q.lse, log_q.residual, log_p.lse, log_p.residual)
     return out
 
 
 def linear_divergence_backward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    teacher_scale: float,
-    kl: Tensor,
-    cross_entropy: Tensor,
-    lse: Tensor,
-    residual: Tensor,
-    teacher_lse: Tensor,
-    teacher_residual: Tensor,
-    g_kl: Tensor,
-    g_cross_entropy: Tensor,
-    *needs: bool,
+    *args: Any,
+    g_student_kl: Tensor | None = None,
+    share: float = 0.0,
     transform: str = "",
     teacher_transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, ...]:
-    rows, vocab = input.shape[0], weight.shape[0]
-    if rows == 0 or not _has_kernels(input, weight, teacher_input, teacher_weight):
+    operands, have, g, needs = taken_apart(args, g_student_kl)
+    if not _has_kernels(operands):
         return linear_divergence_backward_chunked(
-            input, weight, bias, scale, teacher_input, teacher_weight, teacher_bias, teacher_scale, kl, cross_entropy,
-            lse, residual, teacher_lse, teacher_residual, g_kl, g_cross_entropy, *needs,
-            transform=transform, teacher_transform=teacher_transform, memory=memory,
+            *args, g_student_kl=g_student_kl, share=share, transform=transform, teacher_transform=teacher_transform,
+            memory=memory,
         )  # fmt: skip
-    from ..kernels.divergence import Logits, write_gradients
+    from ..kernels.divergence import Logits, Row, write_gradients
 
-    student = _Head.of(input, weight, bias, scale, transform)
-    teacher = _Head.of(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
-    lse, residual, teacher_lse, teacher_residual = (
-        t.contiguous() for t in (lse, residual, teacher_lse, teacher_residual)
-    )
-    vectors = [t.contiguous() for t in (kl, cross_entropy, g_kl, g_cross_entropy)]
-    # Where p_j (log p_j - log q_j) sums up to kl, each term lies between -1/e and kl + 1/e.
-    bounds = (
-        (g_kl + g_cross_entropy).abs(),
-        g_kl.abs() * (kl.clamp(min=0) + 1 / math.e) + g_cross_entropy.abs() * cross_entropy,
-    )
+    heads = student, teacher = _Head.both(operands, transform, teacher_transform)
+    rows, vocab = operands.input.shape[0], operands.weight.shape[0]
+    have = Divergences(*(t.contiguous() for t in have))
+    g_u = g.of_overlap(share)
+    row = Row(*(None if t is None or not len(t) else t.contiguous() for t in (*have[:4], *g, g_u)))  # type: ignore[arg-type]
     # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
-    active = ((g_kl != 0) | (g_cross_entropy != 0))[:, None]
+    active = g.active[:, None]
     wanted = any(needs[:3]), any(needs[3:])
-    heads = student, teacher
     element = 2 * 4 + sum(head.input.dtype.itemsize for head, want in zip(heads, wanted, strict=True) if want)
     cut = cuda._windows(rows, vocab, element, memory)
     at_rows, at_classes = cut
     sums, buffers, factors = [], [], []
-    for head, need, want, bound in zip(heads, (needs[:3], needs[3:]), wanted, bounds, strict=True):
+    for head, need, want, bound in zip(heads, (needs[:3], needs[3:]), wanted, _bounds(have, g, g_u), strict=True):
         factor, undo = head.factor(bound)
         counted = torch.where(active, head.input, 0.0) if need[1] else head.input
         sums.append(Gradients(head.input, head.weight, head.bias, counted, need, cut, undo))
         buffers.append(_buffer(head.input, at_rows[0], at_classes[0], head.input.dtype) if want else None)
         factors.append(factor)
-    products = [_buffer(input, at_rows[0], at_classes[0], torch.float32) for _ in heads]
-    with cuda._current(input.device):
+    products = [_buffer(operands.input, at_rows[0], at_classes[0], torch.float32) for _ in heads]
+    with cuda._current(operands.input.device):
         for here in at_rows:
             for at in at_classes:
-                log_q = Logits(*student.product(here, at, products[0]), lse[here], residual[here])
-                log_p = Logits(*teacher.product(here, at, products[1]), teacher_lse[here], teacher_residual[here])
+                log_q = Logits(*student.product(here, at, products[0]), have.lse[here], have.residual[here])
+                log_p = Logits(
+                    *teacher.product(here, at, products[1]), have.teacher_lse[here], have.teacher_residual[here]
+                )
                 dz, dy = (None if buffer is None else _window(buffer, here, at) for buffer in buffers)
-                write_gradients(dz, dy, log_q, log_p, *(t[here] for t in vectors), *factors)
+                write_gradients(dz, dy, log_q, log_p, share, row.at(here), *factors)
                 for total, gradient in zip(sums, (dz, dy), strict=True):
                     if gradient is not None:
                         total.add(here, at, gradient)
     # Before the sums are converted, which needs about as much memory again.
     del buffers, products, log_q, log_p, dz, dy
     return tuple(one for total in sums for one in total.result())
+
+
+def _bounds(have: Divergences, g: Upstream, g_u: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds ``[N]`` of the gradients of the logits of either head, before scale and slope."""
+    # Where p_j (log p_j - log m_j) sums up to kl, each term lies between -1/e and kl + 1/e. u is a harmonic mean of p
+    # and q, so its terms and their sum are at most 1.
+    of_student = g_u.abs()
+    of_teacher = g.kl.abs() * _most(have.kl) + g.cross_entropy.abs() * have.cross_entropy
+    if g.student_kl is None:
+        return of_student, of_teacher
+    return of_student + g.student_kl.abs() * _most(have.student_kl), of_teacher + g_u.abs()
+
+
+def _most(kl: Tensor) -> Tensor:
+    return kl.clamp(min=0) + 1 / math.e

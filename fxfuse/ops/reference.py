@@ -5,6 +5,8 @@ Run it on float64 operands for reference values.  It allocates [N, V] and is nev
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -196,14 +198,21 @@ def linear_divergence(
     teacher_bias: Tensor | None,
     teacher_scale: float,
     *,
+    share: float = 0.0,
     transform: str = "",
     teacher_transform: str = "",
 ) -> tuple[Tensor, ...]:
     z, _ = logits(input, weight, bias, scale, transform)
     y, _ = logits(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
     log_q, log_p = z.log_softmax(1), y.log_softmax(1)
-    p, zero = log_p.exp(), z.new_zeros(())
-    kl = torch.where(p == 0, zero, p * (log_p - log_q)).sum(1)
-    cross_entropy = -torch.where(p == 0, zero, p * log_q).sum(1)
+    q, p, zero = log_q.exp(), log_p.exp(), z.new_zeros(())
+    log_m, student_kl, overlap = log_q, z.new_zeros((0,)), z.new_zeros((0,))
+    if share:
+        log_m = torch.logaddexp(log_q + math.log1p(-share), log_p + math.log(share))
+        student_kl = torch.where(q == 0, zero, q * (log_q - log_m)).sum(1)
+        overlap = torch.where((p == 0) | (q == 0), zero, p * q / log_m.exp()).sum(1)
+    kl = torch.where(p == 0, zero, p * (log_p - log_m)).sum(1)
+    cross_entropy = -torch.where(p == 0, zero, p * log_m).sum(1)
     lse, teacher_lse = z.logsumexp(1), y.logsumexp(1)
-    return kl, cross_entropy, lse, torch.zeros_like(lse), teacher_lse, torch.zeros_like(lse)
+    residual = torch.zeros_like(lse)
+    return kl, cross_entropy, student_kl, overlap, lse, residual, teacher_lse, residual

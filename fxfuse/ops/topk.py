@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chunked import CHUNK_BYTES, Head, exponentiate, row_slices
+from .chunked import Head, exponentiate, row_slices
 from .contract import acc_dtype
 from .library import guarded, lib, refuse_second_order
 
@@ -47,7 +47,7 @@ def linear_topk_chunked(
     lse = input.new_empty((rows,), dtype=head.acc)
     residual = torch.empty_like(lse)
     nothing = index[:, :0]
-    most = _GPU_CHUNK_BYTES if input.is_cuda else CHUNK_BYTES
+    most = _GPU_CHUNK_BYTES if input.is_cuda else None
     slices = row_slices(rows, vocab * head.acc.itemsize, memory, most)
     buffer = input.new_empty((slices[0].stop if slices else 0, vocab), dtype=head.acc)
     for here in slices:

@@ -72,7 +72,8 @@ class Rule:
     """A row of the table: how to call ``apply``, and what the function tells of the tensor that it reads.
 
     ``reads`` is ``"loss"`` where only logits are read so, ``"scores"`` where attention or a router may be, else empty.
-    ``derives`` says that what it returns still has an entry a class.
+    ``derives`` says that what it returns still has an entry a class, ``takes_parts`` that it knows several values in
+    the place of one.
     """
 
     apply: Callable[..., Any]
@@ -81,6 +82,7 @@ class Rule:
     wanted: frozenset[str]  # the arguments that ``apply`` takes
     reads: str = ""
     derives: bool = True
+    takes_parts: bool = False
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -141,20 +143,22 @@ def rule(
     tracked: tuple[str, ...] = ("input",),
     reads: str = "",
     derives: bool | None = None,
+    takes_parts: bool = False,
     in_place: tuple[Function, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated function the rule of ``functions`` (callables, or names of tensor methods).
 
     Arguments are bound by the signature of ``like``, of the rule itself if not given; the rule receives those
     that it names. ``tracked`` are the arguments that may be described values. A rule that ``reads`` derives nothing,
-    unless it says so. ``in_place`` are the functions that do the same to their first argument.
+    unless it says so; one that ``takes_parts`` is also called where several values are in the place of one.
+    ``in_place`` are the functions that do the same to their first argument.
     """
     keeps_classes = not reads if derives is None else derives
 
     def make(apply: Callable[..., Any]) -> Rule:
         own = _after_call(apply)
         signature = inspect.signature(like) if like else own
-        return Rule(apply, signature, tracked, frozenset(own.parameters), reads, keeps_classes)
+        return Rule(apply, signature, tracked, frozenset(own.parameters), reads, keeps_classes, takes_parts)
 
     def decorate(apply: Callable[..., Any]) -> Callable[..., Any]:
         _register(IN_PLACE, in_place, make)(apply)
@@ -193,6 +197,8 @@ Outcome = ClassTensor | Reader
 def outcomes_of(call: Call, result: Any) -> list[tuple[Outcome, Any]]:
     """What a rule returned, taken apart, each with what eager returns there, and cut off where that is."""
     many = isinstance(result, tuple)
+    if many and isinstance(call.out, Tensor):  # stacked, with the gradients that they had
+        return [(one if call.out.requires_grad else replace(one, requires_grad=False), call.out) for one in result]
     pairs = list(zip(result, call.out, strict=True)) if many else [(result, call.out)]
     return [(cut_off(replace(call, out=out), one), out) for one, out in pairs]
 
@@ -220,4 +226,4 @@ def cut_off(call: Call, outcome: Outcome) -> Outcome:
 
 
 # Importing a family fills the table.
-from . import casts, heads, log_probs, losses, statistics, transforms, views  # noqa: E402, F401
+from . import casts, heads, log_probs, losses, statistics, transforms, two_heads, views  # noqa: E402, F401

@@ -17,10 +17,13 @@ from ..algebra import (
     Index,
     Logits,
     LogProbs,
+    Mixture,
     Probs,
     Reader,
+    ShiftedLogProbs,
     Statistics,
     become,
+    derive,
 )
 from ..compat import same
 from . import Call, rule
@@ -55,16 +58,21 @@ def softmax(call: Call, input: Any, dim: Any = None, dtype: Any = None) -> Class
 
 @rule(torch.exp, "exp")
 def exp(call: Call, input: Any) -> ClassTensor:
-    if not isinstance(input, (Logits, LogProbs)) or input.factor != 1.0:
+    if isinstance(input, Mixture) and input.log:
+        return derive(input, call.name, log=False)
+    plain = isinstance(input, (Logits, LogProbs)) and input.factor == 1.0
+    if not isinstance(input, ShiftedLogProbs) and not plain:
         call.keep("unknown_reader")
     return become(Exponentials if isinstance(input, Logits) else Probs, input, call.name)
 
 
 @rule(torch.log, "log")
 def log(call: Call, input: Any) -> ClassTensor:
-    if not isinstance(input, Probs) or input.factor != 1.0:
+    if isinstance(input, Mixture) and not input.log:
+        return derive(input, call.name, log=True)
+    if not isinstance(input, Probs) or input.factor <= 0.0:
         call.keep("unknown_reader")
-    return become(LogProbs, input, call.name)
+    return become(LogProbs if input.factor == 1.0 else ShiftedLogProbs, input, call.name)
 
 
 @rule(torch.gather, "gather", reads="loss")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..algebra import (
     Index,
     Logits,
     LogProbs,
+    Mixture,
     Probs,
     Reader,
     Statistics,
@@ -25,7 +27,8 @@ from ..algebra import (
 from ..compat import same
 from ..ops.contract import acc_dtype
 from . import Call, rule
-from .transforms import compared
+from .statistics import of_terms
+from .two_heads import compared
 
 
 @rule(F.cross_entropy, like=F.cross_entropy, reads="loss", tracked=("input", "target"))
@@ -57,7 +60,7 @@ def nll_loss(
 @rule(F.kl_div, like=F.kl_div, reads="loss", derives=True, tracked=("input", "target"))
 def kl_div(call: Call, input: Any, target: Any, reduction: Any = "mean", log_target: Any = False) -> Any:
     wanted = LogProbs if log_target else Probs
-    if not isinstance(input, LogProbs) or not isinstance(target, wanted):
+    if not isinstance(input, (LogProbs, Mixture)) or not isinstance(target, wanted):
         call.keep("unknown_reader", "kl_div of something other than log-probabilities of two heads")
     if reduction == "none":
         return compared(call, input, target, divergence=True)
@@ -72,7 +75,7 @@ def _with_teacher(
         call.keep("unsupported_argument", f"{call.name} has reduction={reduction!r}")
     if classes_at is not None and input.class_dim != classes_at:
         call.keep("class_dim")
-    source = compared(call, input, target, divergence)
+    source = replace(compared(call, input, target, divergence), trail=input.trail)
 
     def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
         if not divergence:
@@ -80,9 +83,10 @@ def _with_teacher(
                 return emit(torch.mean if reduction == "mean" else torch.sum, stats.cross_entropy)
             column = emit(torch.select, source.hidden_states(emit), source.class_dim, 0)
             return emit(torch.Tensor.reshape_as, stats.cross_entropy, column)
+        of_row = of_terms(emit, stats, source)
         if reduction == "mean":
-            return emit(torch.div, emit(torch.mean, stats.kl), input.vocab)
-        total = emit(torch.sum, stats.kl)
+            return emit(torch.div, emit(torch.mean, of_row), input.vocab)
+        total = emit(torch.sum, of_row)
         if reduction == "sum":
             return total
         if input.class_dim == 0:

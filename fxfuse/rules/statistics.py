@@ -26,10 +26,13 @@ from ..algebra import (
 )
 from . import Call, rule
 from .casts import converted
+from .two_heads import mixed_by_logsumexp
 
 
-@rule(torch.logsumexp, torch.special.logsumexp, "logsumexp", reads="loss")
-def logsumexp(call: Call, input: Any, dim: Any, keepdim: Any = False) -> Reader:
+@rule(torch.logsumexp, torch.special.logsumexp, "logsumexp", reads="loss", takes_parts=True)
+def logsumexp(call: Call, input: Any, dim: Any, keepdim: Any = False) -> Reader | ClassTensor:
+    if isinstance(input, tuple):
+        return mixed_by_logsumexp(call, input, dim, keepdim)
     if not isinstance(input, Logits):
         call.keep("unknown_reader", "logsumexp of log-probabilities")
     along_classes(call, input, dim)
@@ -64,7 +67,7 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader
 
     def total(emit: Emit, stats: Statistics) -> Handle:
         if isinstance(input, Comparison):
-            of_row = stats.kl if input.divergence else emit(torch.neg, stats.cross_entropy)
+            of_row = of_terms(emit, stats, input)
         elif index is not None:
             of_row = emit(torch.select, stats.log_prob if kind is LogProbs else stats.picked, 1, 0)
         else:
@@ -142,6 +145,17 @@ def amax(call: Call, input: Any, dim: Any = (), keepdim: Any = False) -> Reader:
     if input.requires_grad:
         call.keep("unknown_reader", "amax, whose gradient is shared among equals,")
     return most(call, input, dim, keepdim)[0]
+
+
+def of_terms(emit: Emit, stats: Statistics, compared: Comparison) -> Handle:
+    """What the terms of a comparison add up to in each row, ``[N]``."""
+    found = (stats.kl, stats.cross_entropy, stats.student_kl)
+    total = None
+    for handle, term in zip(found, compared.terms, strict=True):
+        if term != 0.0:
+            part = times(emit, handle, term)
+            total = part if total is None else emit(torch.add, total, part)
+    return times(emit, stats.kl, 0.0) if total is None else total
 
 
 def times(emit: Emit, handle: Handle, factor: float) -> Handle:

@@ -14,15 +14,16 @@ from ..algebra import (
     ClampedLogProbs,
     ClassOp,
     ClassTensor,
-    Comparison,
     Exponentials,
     Extension,
     Logits,
     LogProbs,
+    Mixture,
     OneOfEach,
     Probs,
     RowOp,
     RowShift,
+    ShiftedLogProbs,
     WeighedLogits,
     WeighedLogProbs,
     become,
@@ -33,6 +34,7 @@ from ..compat import same
 from ..transform import Step, then
 from . import Call, rule
 from .casts import converted
+from .two_heads import compared, shifted, summed, weighted
 
 # --- by a number ------------------------------------------------------------------------------------------------
 
@@ -54,6 +56,10 @@ def _then(call: Call, input: Any, *steps: Step) -> ClassTensor:
 def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
     if not math.isfinite(factor) or factor == 0.0:
         call.keep("unsupported_argument", f"{call.name} scales the logits by {factor}")
+    if isinstance(input, ShiftedLogProbs) or (isinstance(input, Mixture) and input.log):
+        call.keep("unknown_reader", f"{call.name} of shifted log-probabilities")
+    if isinstance(input, Mixture):
+        return weighted(call, input, factor)
     if not isinstance(input, Logits):
         if not math.isfinite(input.factor * factor) or input.factor * factor == 0.0:
             call.keep("unsupported_argument", f"{call.name} scales log-probabilities by {input.factor * factor}")
@@ -69,6 +75,13 @@ def _scaled(call: Call, input: Any, factor: float) -> ClassTensor:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _known(call: Call, input: Any, value: Any) -> float | None:
+    """The number that ``value`` is or, beside something other than logits, certainly holds."""
+    if _is_number(value):
+        return float(value)
+    return None if isinstance(input, Logits) else call.constant(value)
 
 
 def _number(call: Call, value: Any) -> float:
@@ -154,11 +167,10 @@ _WEIGHED: dict[type[ClassTensor], type[ClassTensor]] = {
 def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
     """Probabilities times the logits that they are of."""
     probs, other = (a, b) if isinstance(a, Probs) else (b, a)
-    if isinstance(probs, Probs) and isinstance(other, LogProbs) and a.head is not b.head:
+    if isinstance(probs, Probs) and isinstance(other, (LogProbs, Mixture)) and a.head is not b.head:
         return compared(call, other, probs, divergence=False)
     kind = _WEIGHED.get(type(other))
-    alike = a.head is b.head and a.row_key(whole=True) == b.row_key(whole=True) and a.logits_key() == b.logits_key()
-    if not isinstance(probs, Probs) or kind is None or not alike or a.class_dim != b.class_dim:
+    if not isinstance(probs, Probs) or kind is None or not a.has_logits_of(b):
         call.keep("unknown_reader", f"{call.name} of logits by logits")
     if a.requires_grad != b.requires_grad and call.out.requires_grad:
         call.keep("unknown_reader", f"{call.name} of logits by detached ones")
@@ -177,21 +189,6 @@ def _without_infinities(call: Call, input: ClassTensor) -> ClassTensor:
     return replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
 
 
-def compared(call: Call, input: ClassTensor, teacher: ClassTensor, divergence: bool) -> Comparison:
-    """Of two heads over one vocabulary, what compares the distributions; ``input`` is the student's."""
-    shapes = len(input.shape) == len(teacher.shape) and all(map(same, input.shape, teacher.shape))
-    if input.head is teacher.head or not shapes or input.class_dim != teacher.class_dim:
-        call.keep("unknown_reader", f"{call.name} of distributions that are not two heads' over one vocabulary")
-    if teacher.factor != 1.0 or (divergence and input.factor != 1.0):
-        call.keep("unknown_reader", f"{call.name} of scaled probabilities")
-    if input.head.dtype != teacher.head.dtype:
-        call.keep("dtype", f"{call.name} of logits of {input.head.dtype} and {teacher.head.dtype}")
-    if teacher.requires_grad and not input.requires_grad:
-        call.keep("unknown_reader", f"{call.name} with a gradient for the teacher alone")
-    dtype = converted(call, input, call.out.dtype if call.out.dim() == len(input.shape) else input.dtype)
-    return become(Comparison, input, call.name, dtype=dtype, teacher=teacher, divergence=divergence)
-
-
 @rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__", tracked=("input", "other"),
       in_place=(operator.imul, "mul_", "multiply_", "__imul__"))  # fmt: skip
 def mul(call: Call, input: Any, other: Any) -> ClassTensor:
@@ -199,8 +196,9 @@ def mul(call: Call, input: Any, other: Any) -> ClassTensor:
         return _weighed(call, input, other)
     if not isinstance(input, ClassTensor):
         input, other = other, input
-    if _is_number(other):
-        return _scaled(call, input, float(other))
+    number = _known(call, input, other)
+    if number is not None:
+        return _scaled(call, input, number)
     hot = call.classes_of(other, input.vocab)
     if hot is not None:
         return _of_one_class(call, input, other, hot)
@@ -222,15 +220,16 @@ def _of_one_class(call: Call, input: Any, other: Any, hot: Any) -> ClassTensor:
 @rule(torch.div, torch.divide, torch.true_divide, "div", "divide", "true_divide",
       in_place=("div_", "divide_", "true_divide_"), like=lambda input, other, *, rounding_mode=None: None)  # fmt: skip
 def div(call: Call, input: Any, other: Any) -> ClassTensor:
-    read = None if _is_number(other) else call.reader_of(other)
+    number = _known(call, input, other)
+    read = call.reader_of(other) if number is None else None
     if isinstance(input, Exponentials) and read is not None and read.is_normaliser_of(input):
         dtype = converted(call, input, call.out.dtype)
         return become(Probs, input, call.name, dtype=dtype, factor=1.0)
-    if not _is_number(other):
+    if number is None:
         return _scaled_by_tensor(call, input, torch.div, other)
-    if other == 0:
+    if number == 0:
         call.keep("unsupported_argument", f"{call.name} divides the logits by zero")
-    return _scaled(call, input, 1.0 / other)
+    return _scaled(call, input, 1.0 / number)
 
 
 @rule(operator.neg, torch.neg, torch.negative, "neg", "negative", "__neg__", in_place=("neg_", "negative_"))
@@ -243,10 +242,12 @@ def neg(call: Call, input: Any) -> ClassTensor:
 def add(call: Call, input: Any, other: Any) -> ClassTensor:
     if not isinstance(input, ClassTensor):
         input, other = other, input
+    if isinstance(other, ClassTensor):
+        return summed(call, input, other)
+    if not isinstance(input, Logits):
+        return shifted(call, input, _known(call, input, other))
     if _is_number(other):
         return _then(call, input, Step("add", float(other)))
-    if isinstance(other, ClassTensor):
-        call.keep("unknown_reader", f"{call.name} of logits to logits")
     return _shifted_by_tensor(call, input, other, 1.0)
 
 
@@ -254,6 +255,9 @@ def add(call: Call, input: Any, other: Any) -> ClassTensor:
 @rule(torch.sub, torch.subtract, "sub", "subtract", like=lambda input, other, *, alpha=1: None,
       in_place=("sub_", "subtract_"))  # fmt: skip
 def sub(call: Call, input: Any, other: Any) -> ClassTensor:
+    if not isinstance(input, Logits):
+        number = _known(call, input, other)
+        return shifted(call, input, None if number is None else -number)
     if _is_number(other):
         return _then(call, input, Step("add", -float(other)))
     read = call.reader_of(other)

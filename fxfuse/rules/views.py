@@ -29,6 +29,7 @@ from ..algebra import (
 from ..compat import same
 from . import Call, rule
 from .log_probs import entry_of_each
+from .two_heads import can_be_mixed
 
 
 def _dim(call: Call, input: ClassTensor, dim: Any, extra: int = 0) -> int:
@@ -209,7 +210,7 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
     if isinstance(index, list):
         call.keep("unknown_reader", "indexing of the logits by a list")
     dims = len(input.shape)
-    taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    taken = sum(_axes(call, entry) for entry in entries)
     ellipses = [i for i, entry in enumerate(entries) if entry is Ellipsis]
     if ellipses:
         at = ellipses[0]
@@ -235,6 +236,11 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
                 call.keep("unknown_reader", "a slice of the logits by a tensor")
         elif _is_index(call, entry):
             advanced = True
+        elif _is_mask(call, entry):
+            advanced = True
+            axis += _axes(call, entry) - 1
+            if axis >= input.class_dim > axis - _axes(call, entry):
+                call.keep("unknown_reader", "a mask of single entries")
         elif not _is_number(call, entry):
             call.keep("unknown_reader", "indexing of the logits by something unknown")
         place += isinstance(entry, slice)
@@ -282,6 +288,19 @@ def _is_index(call: Call, entry: Any) -> bool:
         return False
     like = call.example(entry)
     return isinstance(like, torch.Tensor) and like.dtype == torch.int64 and like.dim() > 0
+
+
+def _is_mask(call: Call, entry: Any) -> bool:
+    """Whether an entry of an index is a mask."""
+    like = call.example(entry)
+    return isinstance(like, torch.Tensor) and like.dtype == torch.bool and like.dim() > 0
+
+
+def _axes(call: Call, entry: Any) -> int:
+    """How many axes an entry of an index is about."""
+    if entry is None or entry is Ellipsis:
+        return 0
+    return call.example(entry).dim() if _is_mask(call, entry) else 1
 
 
 def _is_constant(entry: slice) -> bool:
@@ -366,7 +385,9 @@ def cat(call: Call, tensors: Any, dim: Any = 0) -> ClassTensor:
 
 
 @rule(torch.stack, tracked=("tensors",))
-def stack(call: Call, tensors: Any, dim: Any = 0) -> ClassTensor:
+def stack(call: Call, tensors: Any, dim: Any = 0) -> ClassTensor | tuple[ClassTensor, ...]:
+    if dim == 0 and can_be_mixed(tensors):
+        return tuple(tensors)  # which a stack along the first axis is, to those that take its parts
     return _joined(call, torch.stack, tensors, dim, 1)
 
 

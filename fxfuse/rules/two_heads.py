@@ -1,0 +1,131 @@
+"""What is made of the distributions of two heads over one vocabulary: mixtures of them, and comparisons."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..algebra import ClassTensor, Comparison, LogProbs, Mixture, OfTwoHeads, Probs, ShiftedLogProbs, become, derive
+from ..compat import same
+from . import Call, rule
+from .casts import converted
+
+
+def _of_two(call: Call, kind: type[OfTwoHeads], one: ClassTensor, other: ClassTensor, **fields: Any) -> Any:
+    """What is of ``kind``, with the logits of ``one`` for the student's and of ``other`` for the teacher's."""
+    shapes = len(one.shape) == len(other.shape) and all(map(same, one.shape, other.shape))
+    if one.head is other.head or not shapes or one.class_dim != other.class_dim:
+        call.keep("unknown_reader", f"{call.name} of distributions that are not two heads' over one vocabulary")
+    if one.head.dtype != other.head.dtype:
+        call.keep("dtype", f"{call.name} of logits of {one.head.dtype} and {other.head.dtype}")
+    dtype = converted(call, one, call.out.dtype if call.out.dim() == len(one.shape) else one.dtype)
+    flows = {"requires_grad": one.requires_grad or other.requires_grad, "student_requires_grad": one.requires_grad}
+    return become(kind, one, call.name, dtype=dtype, teacher=other, **flows, **fields)
+
+
+# --- mixtures ---------------------------------------------------------------------------------------------------
+
+
+def shifted(call: Call, input: ClassTensor, number: float | None) -> ClassTensor:
+    """Log-probabilities, or those of a mixture, plus a number: of so many times the probabilities."""
+    is_log = isinstance(input, ShiftedLogProbs) or (isinstance(input, Mixture) and input.log)
+    if number is None or not (is_log or (isinstance(input, LogProbs) and input.factor == 1.0)):
+        call.keep("unknown_reader")
+    if not -700.0 < number < 700.0:  # or its exponential would be 0 or infinite
+        call.keep("unsupported_argument", f"{call.name} adds {number} to log-probabilities")
+    return weighted(call, input, math.exp(number))
+
+
+def weighted(call: Call, input: ClassTensor, weight: float) -> ClassTensor:
+    """The same of ``weight`` times the probabilities."""
+    dtype = converted(call, input, call.out.dtype)
+    if isinstance(input, Mixture):
+        weights = _positive(call, *(weight * one for one in input.weights))
+        return derive(input, call.name, dtype=dtype, weights=weights)
+    (factor,) = _positive(call, weight * input.factor)
+    return become(ShiftedLogProbs, input, call.name, dtype=dtype, factor=factor)
+
+
+def _positive(call: Call, *weights: float) -> tuple[float, ...]:
+    if not all(0.0 < weight < math.inf for weight in weights):
+        call.keep("unsupported_argument", f"{call.name} weighs probabilities by {weights[0]}")
+    return weights
+
+
+def _mixed(call: Call, one: Any, other: Any, log: bool) -> Mixture:
+    kinds = (LogProbs, ShiftedLogProbs) if log else (Probs,)
+    if type(one) not in kinds or type(other) not in kinds:
+        call.keep("unknown_reader", f"{call.name} of something other than probabilities of two heads")
+    if any(isinstance(side, LogProbs) and side.factor != 1.0 for side in (one, other)):
+        call.keep("unknown_reader", f"{call.name} of scaled log-probabilities")
+    weights = _positive(call, one.factor, other.factor)
+    return _of_two(call, Mixture, one, other, factor=1.0, weights=weights, log=log)
+
+
+@rule(torch.logaddexp, "logaddexp", tracked=("input", "other"))
+def logaddexp(call: Call, input: Any, other: Any) -> ClassTensor:
+    return _mixed(call, input, other, log=True)
+
+
+def can_be_mixed(tensors: Any) -> bool:
+    """Whether a stack of these may be read by ``mixed_by_logsumexp``, and not otherwise."""
+    kinds = [type(tensor) for tensor in tensors]
+    if len(kinds) != 2 or not set(kinds) <= {LogProbs, ShiftedLogProbs}:
+        return False
+    return ShiftedLogProbs in kinds or not tensors[0].head.shares_classes_with(tensors[1].head)
+
+
+def mixed_by_logsumexp(call: Call, stacked: tuple[Any, ...], dim: Any, keepdim: Any) -> ClassTensor:
+    """``logsumexp`` of log-probabilities that were stacked along a first axis, along that axis."""
+    if dim not in (0, (0,), [0]) or keepdim or len(stacked) != 2:
+        call.keep("unknown_reader", f"{call.name} of what was stacked")
+    return _mixed(call, *stacked, log=True)
+
+
+def summed(call: Call, one: ClassTensor, other: ClassTensor) -> ClassTensor:
+    """Probabilities of two heads, or terms of two comparisons of the same, added up."""
+    if isinstance(one, Probs) and isinstance(other, Probs):
+        return _mixed(call, one, other, log=False)
+    if not isinstance(one, Comparison) or not isinstance(other, Comparison):
+        call.keep("unknown_reader", f"{call.name} of logits to logits")
+    if not one.has_logits_of(other) or one.requires_grad != other.requires_grad:
+        call.keep("unknown_reader", f"{call.name} of comparisons of different logits")
+    a, b, c = (one.factor * mine + other.factor * theirs for mine, theirs in zip(one.terms, other.terms, strict=True))
+    return derive(one, call.name, dtype=converted(call, one, call.out.dtype), factor=1.0, terms=(a, b, c))
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------
+
+
+def compared(call: Call, input: ClassTensor, target: ClassTensor, divergence: bool) -> Comparison:
+    """What compares the distribution ``input``, or a mixture, with the probabilities ``target``."""
+    if target.factor != 1.0 or (divergence and input.factor != 1.0):
+        call.keep("unknown_reader", f"{call.name} of scaled probabilities")
+    terms = (1.0, 0.0, 0.0) if divergence else (0.0, -1.0, 0.0)
+    if not isinstance(input, Mixture):
+        return _of_two(call, Comparison, input, target, terms=terms)
+    total = math.fsum(input.weights)
+    if not input.log or abs(total - 1.0) > 1e-9:
+        call.keep("unknown_reader", f"{call.name} of a mixture whose weights add up to {total:g}")
+    student, teacher = input.sides()
+    of_student = target.has_logits_of(student)
+    side = student if of_student else teacher
+    if not target.has_logits_of(side) or target.requires_grad != side.requires_grad:
+        call.keep("unknown_reader", f"{call.name} of a mixture and something other than a part of it")
+    if of_student and not divergence:
+        call.keep("unknown_reader", f"{call.name} of a mixture and the first part of it")
+    flows = {"requires_grad": student.requires_grad or teacher.requires_grad}
+    flows["student_requires_grad"] = student.requires_grad
+    dtype = converted(call, input, call.out.dtype if call.out.dim() == len(input.shape) else input.dtype)
+    return become(
+        Comparison,
+        input,
+        call.name,
+        dtype=dtype,
+        teacher=teacher,
+        share=input.weights[1] / total,
+        terms=(0.0, 0.0, 1.0) if of_student else terms,
+        **flows,
+    )
