@@ -596,14 +596,7 @@ class _Projection(torch.autograd.Function):
         )
         ctx.value = value
         ctx.set_materialize_grads(False)
-        shape = tuple(value.shape)
-        if layout is None:
-            meta = torch.empty(shape, dtype=value.dtype, device="meta")
-        else:
-            strides, offset = layout
-            extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            meta = torch.empty(extent, dtype=value.dtype, device="meta").as_strided(shape, strides, offset)
-        return DeferredLogits(State(origin, meta), input.device)
+        return _made(value, layout, origin, input.device)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
@@ -612,6 +605,17 @@ class _Projection(torch.autograd.Function):
         input, weight, bias = ctx.saved_tensors
         head = replace(ctx.value.head, input=input, weight=weight, bias=bias)
         return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), None, None, None
+
+
+def _made(value: Logits, layout: Layout | None, origin: Origin, device: torch.device) -> DeferredLogits:
+    shape = tuple(value.shape)
+    if layout is None:
+        meta = torch.empty(shape, dtype=value.dtype, device="meta")
+    else:
+        strides, offset = layout
+        extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        meta = torch.empty(extent, dtype=value.dtype, device="meta").as_strided(shape, strides, offset)
+    return DeferredLogits(State(origin, meta), device)
 
 
 def defer(
@@ -650,7 +654,10 @@ def defer(
             head, exposed, where, lambda size: journal.note("copied", site, weight, where, caller(), size)
         )
         origin = Origin(site, operands, memory, weight, bypassed=bypassed, way=way)
-        made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin)
+        if value.requires_grad:
+            made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin)
+        else:
+            made = _made(value, layout, origin, head.input.device)
     with torch._C.DisableTorchFunctionSubclass():
         _describe(made, replace(value, head=operands.head, requires_grad=made.requires_grad))
     return made
