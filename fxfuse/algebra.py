@@ -650,6 +650,8 @@ class Reader:
         want_class_sum, class_weight: whether ``class_sum`` is read, and with which weights ``[V]``.
         want_entropy, want_top: whether ``entropy`` is read; ``top`` or ``argmax``.
         chosen: of ``torch.topk``: ``k``, ``largest`` and ``sorted``; the classes that are picked are those.
+        entries: of one that returns entries of its source as they are, at the index, the chosen or the best: how these
+            are made of the statistics, ``[N, K]`` or ``[N]``.
         skip_unindexed: rows without an index do not matter.
         operands: every tensor that is read besides the logits.
     """
@@ -664,6 +666,7 @@ class Reader:
     want_entropy: bool = False
     want_top: bool = False
     chosen: tuple[int, bool, bool] | None = None
+    entries: Callable[[Emit, Statistics], Handle] | None = None
     skip_unindexed: bool = False
     operands: tuple[Handle, ...] = ()
     normalises: bool = False

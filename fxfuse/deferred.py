@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from . import compat, errors
 from .algebra import ClassTensor, Head, Logits, OfTwoHeads, Reader, Statistics
 from .eager import EMIT, dense, pull_back
-from .lazy import Described, Origin, State, parts_of
+from .lazy import Described, Given, Origin, State, parts_of
 from .operands import Operands
 from .passes import class_sum, compute, finished, operands_of, statistics
 from .report.chain import Applied, Way
@@ -382,6 +382,8 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                     _describe(made, tuple(parts) if is_stack else parts[0])
                     made._deferred.calls = calls
                 return out
+        if any(map(_is_there, deferred)) and any(r.entries for r in readers) and not _wants_gradients(call, readers):
+            call.keep("unknown_reader")  # of the same rounding as what was read before
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
             call.keep("unknown_reader", "a checkpointed function")
@@ -416,6 +418,10 @@ def _is_described(tensor: DeferredLogits) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return _to_autograd(tensor) == tensor._known_to_autograd
+
+
+def _is_there(tensor: DeferredLogits) -> bool:
+    return tensor._deferred.values is not None
 
 
 def _claims_what_it_is(tensor: DeferredLogits) -> bool:
@@ -520,6 +526,18 @@ def _heads_for(deferred: list[DeferredLogits], call: Call, readers: tuple[Reader
     return found
 
 
+def _noting(reader: Reader, given: list[Given]) -> Reader:
+    """The same, which adds to ``given`` what it returns that are entries of its source."""
+    if reader.entries is None:
+        return reader
+
+    def finish(emit: Any, stats: Statistics, index: Any) -> Any:
+        given.append(Given.by(reader, stats, index))
+        return reader.finish(emit, stats, index)
+
+    return replace(reader, finish=finish)
+
+
 def _wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
     """Whether gradients may come back to what is read; to the best class, which is a whole number, none do."""
     outs = call.out if isinstance(call.out, tuple) else (call.out,)
@@ -535,7 +553,8 @@ def _read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]
     grad = _wants_gradients(call, readers)
     key = (source.row_key(), source.logits_key(), grad)
     source = replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
-    computed = tuple(replace(reader, source=source) for reader in readers)
+    given: list[Given] = []
+    computed = tuple(replace(_noting(reader, given), source=source) for reader in readers)
     reader = computed[0]
     # What readers of the same rows could share.
     shares = not reader.is_alone and not isinstance(source, OfTwoHeads)
@@ -559,6 +578,7 @@ def _read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]
         for result, out in zip(results, outs, strict=True)
     ]
     origin.remember(readers, results)
+    origin.given += given
     for origin, _ in found.values():
         origin.bypassed |= grad
         for result in results:

@@ -19,12 +19,64 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from .algebra import ClassTensor, Head, Reader
-from .eager import dense
+from .algebra import ClassTensor, Head, Reader, Statistics
+from .eager import EMIT, dense
 from .operands import Operands
 from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
+
+
+@dataclass(frozen=True)
+class Given:
+    """Entries that a fused op returned. It rounds otherwise than a product, but who compares them must find them there.
+
+    Attributes:
+        source: what they are entries of.
+        index: their classes ``[N, K]``; negative for none.
+        values: ``[N, K]``, in the dtype of the source.
+        bound: 1 where no other entry of the row may be larger, -1 where none may be smaller, else 0.
+    """
+
+    source: ClassTensor
+    index: Tensor
+    values: Tensor
+    bound: int
+
+    @classmethod
+    def by(cls, reader: Reader, stats: Statistics, index: Tensor | None) -> Given:
+        """What ``reader`` returns of ``stats``."""
+        assert reader.entries is not None
+        values = reader.entries(EMIT, stats).detach().to(reader.source.dtype)
+        index = stats.argmax if reader.want_top else index
+        assert index is not None
+        bound = 1 if reader.want_top else 0
+        if reader.chosen is not None:
+            _, largest, _ = reader.chosen
+            bound = 1 if largest else -1
+        rows = values.shape[0]
+        return cls(reader.source, index.reshape(rows, -1), values.reshape(rows, -1), bound)
+
+    def is_of(self, described: ClassTensor) -> bool:
+        mine = self.source
+        alike = type(mine) is type(described) and mine.dtype == described.dtype and mine.factor == described.factor
+        return alike and mine.has_logits_of(described)
+
+    def put_into(self, values: Tensor) -> Tensor:
+        """``values`` of the source with them in their places, changed in place if they can be."""
+        if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
+            values = values.clone()
+        rows = values.movedim(self.source.class_dim, -1)
+        if self.bound:
+            last = (self.values.amin(1) if self.bound > 0 else self.values.amax(1)).view(*rows.shape[:-1], 1)
+            last = torch.where(last == last, last, self.bound * float("inf"))
+            _ = rows.clamp_(max=last) if self.bound > 0 else rows.clamp_(min=last)
+        for index, given in zip(self.index.unbind(1), self.values.unbind(1), strict=True):
+            at, one = index.view(*rows.shape[:-1], 1), given.view(*rows.shape[:-1], 1)
+            there = at.clamp(min=0)
+            rows.scatter_(-1, there, torch.where(at < 0, rows.gather(-1, there), one))
+        return values
+
 
 Described = ClassTensor | tuple[ClassTensor, ...]
 
@@ -50,6 +102,7 @@ class Origin:
             selected and scaled by.
         way: how the output came to be, for the report; None where that is not known.
         normalisers: what was read that normalises rows, with its version then and its reader.
+        given: entries that fused ops have returned.
     """
 
     site: Site
@@ -63,6 +116,7 @@ class Origin:
     log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
     way: Way | None = None
     normalisers: list[tuple[weakref.ref[Tensor], int, Reader]] = field(default_factory=list)
+    given: list[Given] = field(default_factory=list)
 
     def remember(self, readers: Sequence[Reader], results: Sequence[Tensor]) -> None:
         """Note what readers returned that normalises rows."""
@@ -147,6 +201,9 @@ class State:
             if self.values is None:
                 with torch.inference_mode(False), torch.no_grad():
                     self.values = self._build()
+                    for given in self.origin.given:
+                        if isinstance(self.described, ClassTensor) and given.is_of(self.described):
+                            self.values = given.put_into(self.values)
                 if self.thunk is None:
                     self.origin.operands.are_read()
                 elif not self.is_view:

@@ -363,7 +363,7 @@ ODD_READERS = [
     "{z}.log_softmax({c}).topk(3, {c})[0]",
     "{z}.softmax({c}).max({c}).values",
     # The rank; not so that a logit is compared with itself, once as it was read and once as it was picked.
-    "({z} > {z}.gather({c}, {index}) + 1e-3).sum({c})",
+    "({z} > {z}.gather({c}, {index})).sum({c})",  # the rank
     # all of it
     "{z}.softmax({c})",
     "F.log_softmax({z}, {c})",

@@ -482,8 +482,8 @@ def _jensen_shannon_by_logaddexp(s: World) -> Any:
 def _jensen_shannon_of_probabilities(s: World) -> Any:
     p, q = _teacher(s).softmax(-1), s.z.softmax(-1)
     m = (0.5 * (p + q)).log()
-    kls = F.kl_div(m, p, reduction="none").sum(-1) + F.kl_div(m, q, reduction="none").sum(-1)
-    return 0.5 * kls.mean(), F.kl_div((0.1 * q + 0.9 * p).log(), q, reduction="sum")
+    kls = sum(0.5 * F.kl_div(m, side, reduction="none") for side in (p, q))
+    return kls.sum(-1).mean(), F.kl_div((0.1 * q + 0.9 * p).log(), q, reduction="sum")
 
 
 def _skewed_divergence(s: World) -> Any:

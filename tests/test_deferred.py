@@ -923,6 +923,53 @@ def test_what_was_read_before_a_change_stays() -> None:
     torch.testing.assert_close(z[0, -1].detach() * 2, expected[0, -1] * 2)
 
 
+# --- entries beside all of them -------------------------------------------------------------------------------
+
+
+def _rank(z: Tensor, y: Tensor) -> Tensor:
+    return (z > z.gather(-1, y[..., None])).sum(-1)
+
+
+def _top_k_filter(z: Tensor, k: int) -> Tensor:
+    """As samplers have it."""
+    return torch.where(z < torch.topk(z, k)[0][..., -1, None], -torch.inf, z).isfinite().sum(-1)
+
+
+COMPARED: dict[str, Program] = {
+    "rank": lambda z, s: _rank(z, s.y),
+    "rank_of_log_probs": lambda z, s: _rank(z.log_softmax(-1), s.y),
+    "rank_at_a_temperature": lambda z, s: _rank(z / 0.7, s.y),
+    "rank_of_entries": lambda z, s: (z[0] >= z[0, torch.arange(TIME, device=z.device), s.y[0]][:, None]).sum(-1),
+    "rank_of_some_that_are_ignored": lambda z, s: (z >= z.gather(-1, s.y[..., None].expand(-1, -1, 3))[..., 1:2]).sum(
+        -1
+    ),
+    "rank_after_a_read": lambda z, s: (z.sin().sum() * 0, _rank(z, s.y)),
+    "largest": lambda z, s: (z == z.max(-1, keepdim=True).values).sum(-1),
+    "largest_by_amax": lambda z, s: (z >= z.amax(-1, keepdim=True)).sum(-1),
+    "largest_in_class_dim_1": lambda z, s: (z.mT == z.mT.max(1, keepdim=True).values).sum(1),
+    "top_one": lambda z, s: _top_k_filter(z[:, -1].float(), 1),
+    "top_five": lambda z, s: _top_k_filter(z[:, -1].float(), 5),
+    "bottom": lambda z, s: (z > torch.topk(z, 5, largest=False).values[..., -1:]).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_entries_are_found_among_all(name: str, device: str) -> None:
+    """What a fused op returned is compared with values that a product made, which rounds otherwise."""
+
+    def run(world: type[World]) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        x, w, b = (
+            torch.randn(*shape, generator=generator).to(device) for shape in ((8, TIME, 96), (3000, 96), (3000,))
+        )
+        y = torch.randint(3000, (8, TIME), generator=generator).to(device)
+        s = world(x, w, b, y, b)
+        with torch.no_grad():
+            return COMPARED[name](s.zb, s)
+
+    torch.testing.assert_close(run(DeferredWorld), run(World), rtol=0, atol=0)
+
+
 # --- in compiled programs -------------------------------------------------------------------------------------
 
 

@@ -234,9 +234,11 @@ def plain_eager(x: Tensor, w: Tensor, _: None, __: float, y: Tensor, v: Tensor, 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_huge_logits(device: str, dtype: torch.dtype, share: float) -> None:
-    """1e4 overflows exp in every dtype; the differences that matter are small."""
-    student = torch.tensor([[8192.0, 8200.0, 8184.0, -8192.0], [-8192.0, -8200.0, -8192.0, -8208.0]]).repeat(4, 9)
-    teacher = torch.tensor([[4096.0, 4096.0, 4092.0, -4096.0], [-8192.0, -8192.0, -8200.0, -8208.0]]).repeat(4, 9)
+    """They overflow exp in every dtype; the differences that matter are small, and are there in this one too."""
+    size = 1024.0 if dtype == torch.bfloat16 else 8192.0
+    student = torch.tensor([[0.0, 8, -8, -2 * size], [-2 * size, -2 * size - 8, -2 * size, -2 * size - 16]]) + size
+    teacher = torch.tensor([[0.0, 0, -4, -2 * size], [-2 * size, -2 * size, -2 * size - 8, -2 * size - 16]]) + size
+    student, teacher = student.repeat(4, 9), (teacher - torch.tensor([[size / 2], [0.0]])).repeat(4, 9)
 
     def small(f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: [one / 64 for one in plainly(f, share)(*operands)]  # gradients within float16's range
@@ -244,8 +246,8 @@ def test_huge_logits(device: str, dtype: torch.dtype, share: float) -> None:
     operands = of_logits(student, teacher, device, dtype)
     exact = value_and_grads(small(plain_eager), *doubled(*operands))
     actual = value_and_grads(small(ops.linear_divergence), *operands)
-    # Gradients of the hidden states are what is left of sums of 8192 times numbers that add up to zero, some roundings
-    # of which are luck; and in float64 eager is its own judge.
+    # Gradients of the hidden states are what is left of sums of such numbers times others that add up to zero, some
+    # roundings of which are luck; and in float64 eager is its own judge.
     allowed = {torch.float64: 1e-10, torch.float32: 4e-3}.get(dtype)
     assert_no_worse_than_eager(actual, value_and_grads(small(plain_eager), *operands), exact, allowed, 2.0)
 

@@ -113,7 +113,7 @@ def softmax_of_odd_sizes(dtype: torch.dtype) -> None:
 
 @case(each_dtype=True)
 def softmax_of_even_sizes(dtype: torch.dtype) -> None:
-    check_softmax(head(*sizes((512, 512, 8192), (32, 32, 128)), dtype), shares=MIXTURES)
+    check_softmax(head(*sizes((512, 512, 8192), (32, 32, 128)), dtype))
 
 
 @case(each_dtype=True)
@@ -125,7 +125,7 @@ def softmax_of_one_long_row(dtype: torch.dtype) -> None:
 def softmax_of_tiny_sizes(dtype: torch.dtype) -> None:
     for shape in ((1, 1, 1), (2, 1, 3), (1, 5, 2), (17, 16, 33), (40, 48, 1)):
         # With one class every gradient is zero, so that the error is absolute.
-        check_softmax(*(head(*shape, dtype, seed=seed) for seed in range(0, 40, 10)))
+        check_softmax(*(head(*shape, dtype, seed=seed) for seed in range(0, 160, 10)))
 
 
 @case(each_dtype=True)
@@ -420,7 +420,7 @@ def divergence_of_one_long_row(dtype: torch.dtype) -> None:
 @case(each_dtype=True)
 def divergence_of_tiny_sizes(dtype: torch.dtype) -> None:
     for shape in ((2, 1, 3), (1, 5, 2), (17, 16, 33)):
-        check_divergence(*(two_heads(*shape, dtype, seed=seed) for seed in range(0, 40, 10)))
+        check_divergence(*(two_heads(*shape, dtype, seed=seed) for seed in range(0, 160, 10)))
     args = two_heads(40, 48, 1, dtype)
     out = divergence_and_gradients(args, [normal(40), normal(40)])
     assert all(float(t.abs().max()) < 1e-5 for t in out)

@@ -200,6 +200,8 @@ def test_a_chain_reads_as_the_program_is_written(name: str) -> None:
 JOINED = (
     *("entropies", "entropy_as_a_metric", "metrics_of_all", "result_as_class_weight", "row_shifts"),
     *("less_their_largest", "normalised_by_hand", "normalised_in_steps", "categorical", "categorical_of_a_mask"),
+    *("probabilities_of_a_teacher", "jensen_shannon", "jensen_shannon_by_logaddexp", "jensen_shannon_of_probabilities"),
+    *("skewed_divergence", "mixture_by_a_written_number", "weighed_by_another"),
 )
 
 

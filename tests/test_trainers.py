@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -356,7 +357,8 @@ def run_in_two_processes(program: str, directory: Path, ways: int) -> None:
     """Run a program that prints "done" in each process for each of its ways."""
     script = directory / "two.py"
     script.write_text(program.format(tests=str(Path(__file__).parent), store=str(directory / "store")))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # two processes cannot share one GPU
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=on_cpu)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 2 * ways
 

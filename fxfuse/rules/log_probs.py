@@ -117,7 +117,8 @@ def _picked(call: Call, input: Any, dim: Any, index: Any, wraps: bool) -> Reader
 
     entries = _entries(call, input)
     # How the rows lie in the index depends on the axis, so the axis is part of what the index is.
-    return Reader(input, call.name, finish, Index(make, (index, "gather", axis, wraps)), operands=(index,))
+    which = Index(make, (index, "gather", axis, wraps))
+    return Reader(input, call.name, finish, which, operands=(index,), entries=entries)
 
 
 @rule(torch.topk, "topk", reads="scores")
@@ -143,7 +144,8 @@ def topk(
         return found if last else emit(torch.movedim, found, -1, axis)
 
     chosen = k, bool(largest), bool(sorted)
-    values = Reader(input, call.name, lambda emit, stats, _: shaped(emit, entries(emit, stats)), chosen=chosen)
+    finish = lambda emit, stats, _: shaped(emit, entries(emit, stats))  # noqa: E731
+    values = Reader(input, call.name, finish, chosen=chosen, entries=entries)
     return values, Reader(input, call.name, lambda emit, _, index: shaped(emit, index), chosen=chosen)
 
 
@@ -161,7 +163,7 @@ def entry_of_each(call: Call, input: ClassTensor, index: Handle) -> Reader:
         return emit(torch.Tensor.reshape_as, entries(emit, stats), column)
 
     entries = _entries(call, input)
-    return Reader(input, call.name, finish, Index(make, (index, "entry")), operands=(index,))
+    return Reader(input, call.name, finish, Index(make, (index, "entry")), operands=(index,), entries=entries)
 
 
 def _entries(call: Call, input: ClassTensor) -> Callable[[Emit, Statistics], Handle]:

@@ -122,7 +122,7 @@ def most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader
         log_prob = emit(torch.sub, stats.top, stats.lse)
         return times(emit, emit(torch.exp, log_prob) if isinstance(input, Probs) else log_prob, input.factor)
 
-    values = Reader(input, call.name, _one_a_row(input, keepdim, top), want_top=True)
+    values = Reader(input, call.name, _one_a_row(input, keepdim, top), want_top=True, entries=top)
     return values, _classes_ofmost(call, input, keepdim)
 
 

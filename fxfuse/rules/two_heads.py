@@ -30,6 +30,8 @@ def _of_two(call: Call, kind: type[OfTwoHeads], one: ClassTensor, other: ClassTe
 
 def shifted(call: Call, input: ClassTensor, number: float | None) -> ClassTensor:
     """Log-probabilities, or those of a mixture, plus a number: of so many times the probabilities."""
+    if number == 0.0:  # with which ``sum`` begins
+        return derive(input, call.name, dtype=converted(call, input, call.out.dtype))
     is_log = isinstance(input, ShiftedLogProbs) or (isinstance(input, Mixture) and input.log)
     if number is None or not (is_log or (isinstance(input, LogProbs) and input.factor == 1.0)):
         call.keep("unknown_reader")
