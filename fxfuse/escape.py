@@ -229,8 +229,7 @@ def restored(
             input = at(escape.input)
             assert input is not None
             head = replace(value.head, input=input, weight=at(escape.weight), bias=at(escape.bias))
-            shape = *input.shape[:-1], head.vocab
-            value = value if value.shape == shape else replace(value, shape=shape)
+            value = replace(value, shape=(*input.shape[:-1], head.vocab))
             if compat.is_fake(input):
                 made.append(dense(replace(value, head=head)))
             else:

@@ -362,8 +362,8 @@ ODD_READERS = [
     "{z}.softmax({c}).topk(2, {c}, largest=False).values",
     "{z}.log_softmax({c}).topk(3, {c})[0]",
     "{z}.softmax({c}).max({c}).values",
-    # The rank; not so that a logit is compared with itself, once as it was read and once as it was picked.
-    "({z} > {z}.gather({c}, {index})).sum({c})",  # the rank
+    # The rank.
+    "({z} > {z}.gather({c}, {index})).sum({c})",
     # all of it
     "{z}.softmax({c})",
     "F.log_softmax({z}, {c})",

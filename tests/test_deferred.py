@@ -1356,6 +1356,21 @@ def test_dynamic_sizes_and_small_ones_are_computed_at_once() -> None:
     assert_models_agree(model, eager)
 
 
+def test_symbolic_sizes_are_those_of_the_call() -> None:
+    torch._dynamo.reset()
+
+    def program(s: World) -> Any:
+        z = F.linear(s.x, F.normalize(s.w, dim=-1)).reshape(-1, VOCAB)
+        return F.cross_entropy(z, s.y.reshape(-1)), z
+
+    ours = compiled(program, dynamic=True)
+    for rows in (BATCH, 1):
+        s = World.make()
+        s = World(s.x[:rows], s.w, s.b, s.y[:rows], s.c)
+        (loss, z), expected = ours(s), program(s)
+        torch.testing.assert_close((loss, z.mT.contiguous()), (expected[0], expected[1].mT.contiguous()))
+
+
 def test_deferral_can_be_turned_off() -> None:
     torch._dynamo.reset()
     with new_sites() as sites:
