@@ -232,8 +232,6 @@ DENSE = {
     "trl_gkd_jsd": STYLES,  # Dynamo ends the graph at the mask of prompts
     "trl_gkd_jsd_with_masks_captured": ("eager_on_deferred",),
     "trl_gkd_jsd_of_all_rows": ("eager_on_deferred",),
-    "trl_gkd_forward_kl": ("eager_on_deferred",),
-    "trl_gkd_reverse_kl": ("eager_on_deferred",),
     "torchtune_forward_kl": STYLES,
     "torchtune_reverse_kl": STYLES,
     "torchtune_symmetric_kl": STYLES,

@@ -23,14 +23,11 @@ def _number(transform, i):
 
 
 @triton.jit
-def _tanh(z, PRECISE: tl.constexpr):
+def _tanh(z):
     """tanh to 3 units in the last place of float32: z P(z * z) / Q(z * z), which needs one division and no exp.
 
     P and Q are the weighted least-squares fit to tanh(z) / z on [-9, 9] (Lawson's iteration towards the least relative
     error, which is 2e-8 before rounding). Beyond 9, tanh is 1 in float32, and so is what grows from there.
-
-    Below 1 it is PRECISE to 1.4 units, for a few instructions more: there z (P - Q) / Q, of which the rounding counts
-    for less, is what tanh(z) is less than z.
     """
     u = tl.minimum(z * z, 81.0, propagate_nan=tl.PropagateNan.ALL)
     p = 1.3353413977921585e-08
@@ -43,18 +40,11 @@ def _tanh(z, PRECISE: tl.constexpr):
     q = q * u + 2.5876780095361374e-02
     q = q * u + 4.6714296807586797e-01
     q = q * u + 1.0
-    value = tl.clamp(z * p / q, -1.0, 1.0, propagate_nan=tl.PropagateNan.ALL)
-    if PRECISE:
-        less = -7.642513308967326e-07
-        less = less * u + -3.079464496133716e-04
-        less = less * u + -2.2381245551430704e-02
-        less = less * u + -3.333331565726326e-01
-        value = tl.where(tl.abs(z) < 1.0, z + z * (less * u / q), value)
-    return value
+    return tl.clamp(z * p / q, -1.0, 1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def transformed(z, TRANSFORM: tl.constexpr, PRECISE: tl.constexpr = False):
+def transformed(z, TRANSFORM: tl.constexpr):
     """(f(z), f'(z)) for the transform f that TRANSFORM names; the number 1 for the derivative of the identity."""
     slope = 1.0
     for i in tl.static_range(_steps(TRANSFORM)):
@@ -65,7 +55,7 @@ def transformed(z, TRANSFORM: tl.constexpr, PRECISE: tl.constexpr = False):
             derivative = 1.0
             z = z + _number(TRANSFORM, i)
         elif _name(TRANSFORM, i) == "tanh":
-            z = _tanh(z, PRECISE)
+            z = _tanh(z)
             derivative = 1.0 - z * z
         elif _name(TRANSFORM, i) == "sigmoid":
             z = 1.0 / (1.0 + tl.exp(-z))
