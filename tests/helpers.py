@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +34,8 @@ FLOORS = {
 
 # rows, hidden, vocab
 SHAPES = [(1, 8, 5), (7, 3, 33), (64, 48, 101), (33, 16, 1), (0, 4, 9), (1, 8, 50257), (12, 16, 50257)]
+# The same, the largest of them left out of the quick check.
+SOME_SLOW = [pytest.param(s, marks=pytest.mark.slow) if s[0] * s[2] > 100_000 else s for s in SHAPES]
 
 
 def floor(shape: tuple[int, int, int], dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ from helpers import (
     DTYPE_IDS,
     DTYPES,
     FLOORS,
-    SHAPES,
+    SOME_SLOW,
     LargestTensor,
     assert_no_worse_than_eager,
     doubled,
@@ -97,7 +97,7 @@ def with_biases(biases: bool, f: Callable[..., Any], **options: Any) -> Callable
 @pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
 @pytest.mark.parametrize("biases", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SOME_SLOW, ids=str)
 def test_errs_no_more_than_eager(
     device: str, shape: tuple[int, int, int], dtype: torch.dtype, biases: bool, options: dict[str, Any]
 ) -> None:
@@ -499,6 +499,7 @@ def test_what_has_no_derivative_is_refused(device: str) -> None:
             ours(*operands, **{name: "tan"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 def test_opcheck(device: str, grad: bool, dtype: torch.dtype) -> None:

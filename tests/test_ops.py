@@ -914,6 +914,7 @@ def test_what_has_no_derivative_is_refused(device: str) -> None:
 # --- opcheck --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("op", ["linear_stats", "linear_loss", "linear_stats_backward"])

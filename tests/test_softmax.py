@@ -12,7 +12,7 @@ from helpers import (
     DTYPE_IDS,
     DTYPES,
     FLOORS,
-    SHAPES,
+    SOME_SLOW,
     LargestTensor,
     assert_no_worse_than_eager,
     doubled,
@@ -59,7 +59,7 @@ def ours(log: bool, dtype: torch.dtype, scale: float = 0.5, softcap: bool = Fals
 @LOG
 @pytest.mark.parametrize("softcap", [False, True], ids=["plain", "softcap"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SOME_SLOW, ids=str)
 def test_errs_no_more_than_eager(
     device: str, shape: tuple[int, int, int], dtype: torch.dtype, softcap: bool, log: bool
 ) -> None:
@@ -328,6 +328,7 @@ def test_what_has_no_derivative_is_refused(device: str) -> None:
         ops.linear_softmax(p.input, p.weight, None, 1.0, True, torch.float32, transform="tan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @LOG
