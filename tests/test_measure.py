@@ -158,6 +158,7 @@ MORE = [
 PROGRAMS = [*FEW, *(pytest.param(program, marks=pytest.mark.slow) for program in MORE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_heads_run_alone_as_they_ran_there(program: Callable[..., Any], mine: Journal) -> None:
     """Fused by the same variant, or there would be a note."""
@@ -227,6 +228,7 @@ def test_dynamic_sizes_are_measured_at_their_hints(mine: Journal) -> None:
     assert found.note == ""
 
 
+@pytest.mark.slow
 def test_two_heads_are_measured_each(mine: Journal) -> None:
     def program(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         return plain(x, w, y) + plain(x.relu(), w.flip(0), y)
