@@ -155,7 +155,7 @@ MORE = [
     *(in_autocast, in_no_grad, one_hot, indexed, tempered, in_place, masked, two_readers, by_hand, distilled),
     *(some_rows, all_entries, weighted, fewer_classes, strided),
 ]
-PROGRAMS = [*FEW, *(pytest.param(program, marks=pytest.mark.slow) for program in MORE)]
+PROGRAMS = [*FEW, *MORE]
 
 
 @pytest.mark.slow
