@@ -150,12 +150,11 @@ def deferred_too(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(z, y), z
 
 
-FEW = [plain, projected_in_autocast, checkpointed, deferred_too]
-MORE = [
+PROGRAMS = [
+    *(plain, projected_in_autocast, checkpointed, deferred_too),
     *(in_autocast, in_no_grad, one_hot, indexed, tempered, in_place, masked, two_readers, by_hand, distilled),
     *(some_rows, all_entries, weighted, fewer_classes, strided),
 ]
-PROGRAMS = [*FEW, *MORE]
 
 
 @pytest.mark.slow
