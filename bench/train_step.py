@@ -75,9 +75,18 @@ def liger_compiled(model: torch.nn.Module) -> None:
     model.compile(dynamic=False)
 
 
+def inductor_recomputing(model: torch.nn.Module) -> None:
+    """Inductor with what ``fxfuse.recompute`` sets."""
+    import torch._functorch.config
+
+    torch._functorch.config.ban_recompute_materialized_backward = False
+    model.compile(dynamic=False)
+
+
 IMPLEMENTATIONS: dict[str, Callable[[torch.nn.Module], None]] = {
     "eager": lambda model: None,
     "inductor": lambda model: model.compile(dynamic=False),
+    "inductor, recomputing": inductor_recomputing,
     "Liger-Kernel": liger,
     "Liger-Kernel + inductor": liger_compiled,
     "fxfuse": lambda model: model.compile(backend="fxfuse", dynamic=False),
@@ -98,7 +107,7 @@ def config(name: str, sizes: tuple[str, ...]) -> Any:
     known = dict(MODELS.get(name, {}))
     kind = known.pop("type", name)
     try:
-        made = transformers.AutoConfig.for_model(kind, **known, **given)
+        made = transformers.AutoConfig.for_model(kind, **{**known, **given})
     except ValueError:
         made = transformers.AutoConfig.from_pretrained(name, **given)
     return made

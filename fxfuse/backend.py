@@ -70,7 +70,7 @@ def fxfuse(
     if all(site.status == "kept" for site in sites):
         run = inner(gm, example_inputs)
     else:
-        with compat.cache_key(fingerprint()):
+        with compat.cache_key(fingerprint()), compat.recomputed(own.recompute):
             run = inner(gm, example_inputs)
     if escapes:
         assert isinstance(results, (tuple, list))

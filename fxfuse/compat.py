@@ -254,6 +254,15 @@ def cache_key(tag: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def recomputed(wanted: bool) -> Iterator[None]:
+    """Let AOTAutograd's partitioner recompute what a product of the backward reads, if that takes no product itself."""
+    from torch._functorch import config
+
+    with config.patch(ban_recompute_materialized_backward=False) if wanted else contextlib.nullcontext():
+        yield
+
+
 def inner_backend(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
     """What ``torch.compile(backend=name, mode=mode, options=options)`` would call."""
     if name == "inductor":

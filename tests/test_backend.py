@@ -138,6 +138,40 @@ def test_the_cache_key_is_salted_only_where_something_was_fused(monkeypatch: pyt
     assert torch.compiler.config.cache_key_tag == ""
 
 
+@pytest.mark.parametrize("fuses", [True, False])
+def test_activations_that_products_of_the_backward_read_are_recomputed(fuses: bool) -> None:
+    """A gated MLP keeps its two factors and not their product, but where nothing is fused, as Inductor alone would."""
+
+    def step(s: World, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        gated = F.silu(s.x @ gate) * (s.x @ up)
+        body = gated @ down
+        return ce(F.linear(body, s.w), s.y) if fuses else body.square().mean()
+
+    def measured(**options: Any) -> tuple[int, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """How many activations of the gated MLP's size are kept, the loss and its gradients."""
+        torch._dynamo.reset()
+        s = World.make()
+        generator = torch.Generator().manual_seed(0)
+        rows, hidden = s.x[..., 0].numel(), s.x.shape[-1]
+        shapes = (hidden, 48), (hidden, 48), (48, hidden)
+        body = [torch.randn(shape, generator=generator, dtype=s.x.dtype).requires_grad_() for shape in shapes]
+        kept = 0
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += t.numel() == rows * 48
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            value = compiled(step, inner="aot_eager_decomp_partition", **options)(s, *body)
+        return kept, value.detach(), torch.autograd.grad(value, [s.x, *body])
+
+    kept, value, grads = measured()
+    kept_without, value_without, grads_without = measured(recompute=False)
+    assert (kept, kept_without) == (2 if fuses else 3, 3)
+    torch.testing.assert_close((value, grads), (value_without, grads_without), rtol=0, atol=0)
+
+
 # --- Inductor itself ------------------------------------------------------------------------------------------
 
 
