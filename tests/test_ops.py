@@ -956,6 +956,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     rows, classes = request.param
     monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", rows * 23 * 4)
+    monkeypatch.setattr(chunked, "CHUNK_ROWS", 0)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", classes * 4)
     return rows, classes
 
@@ -1000,6 +1001,7 @@ def test_no_operation_inside_makes_the_logits(device: str, dtype: torch.dtype, m
     rows, hidden, vocab, step = 96, 8, 211, 4
     monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", step * vocab * torch.finfo(acc_dtype(dtype)).bits // 8)
+    monkeypatch.setattr(chunked, "CHUNK_ROWS", 0)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", 16 * hidden)
     p = problem(rows, hidden, vocab, dtype, device)
     index, *c = loss_arguments(p, 2)

@@ -20,6 +20,9 @@ from .contract import Upstream, acc_dtype, gradient_or_none, stash_dtype, weight
 
 # Small enough to be a fraction of any logits worth fusing, large enough for full-speed products.
 CHUNK_BYTES = 32 << 20
+# Where the vocabulary is so large that these are few rows: each chunk reads the weight and adds to its gradient, which
+# takes as long as the products of some tens of rows. At most a quarter of all rows.
+CHUNK_ROWS = 256
 MIN_CHUNK_ROWS = 16
 # Elements of the weight that are converted to float32 at a time when it is stored in 16 bits.
 CAST_ELEMENTS = 4 << 20
@@ -71,8 +74,9 @@ class Head(NamedTuple):
 
 
 def row_slices(rows: int, row_bytes: int, memory: int, most: int | None = None) -> list[slice]:
-    """Equal chunks of rows of at most ``memory`` bytes and ``most``, or ``CHUNK_BYTES``; none where N is 0."""
-    most = CHUNK_BYTES if most is None else most
+    """Equal chunks of rows of at most ``memory`` bytes and ``most``; none where N is 0."""
+    if most is None:
+        most = max(CHUNK_BYTES, min(CHUNK_ROWS, rows // 4) * row_bytes)
     step = max(MIN_CHUNK_ROWS, min(most, memory or most) // max(1, row_bytes))
     # A short last one would waste a product.
     step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
