@@ -159,10 +159,10 @@ def test_the_divergence_from_itself_is_zero(device: str) -> None:
     p = problem(33, 16, 1001, device=device)
     for share in (0.0, 0.3, 0.5):
         twice = (p.input, p.weight, p.bias, 3.0) * 2
-        kl, cross_entropy, student_kl, overlap, *_ = ops.linear_divergence(*twice, share=share)
+        kl, cross_entropy, student_kl, *overlaps = ops.linear_divergence(*twice, share=share)[:5]
         log_p = (F.linear(p.input, p.weight, p.bias) * 3).log_softmax(1)
         assert not kl.any() and not student_kl.any()
-        torch.testing.assert_close(overlap, torch.ones_like(overlap))
+        torch.testing.assert_close(overlaps, [torch.ones_like(overlap) for overlap in overlaps])
         torch.testing.assert_close(cross_entropy, -(log_p.exp() * log_p).sum(1))
 
 
@@ -173,7 +173,7 @@ def test_a_mixture_of_almost_one_alone(device: str) -> None:
         mixed = {"share": share, "transform": "mul:12.0", "teacher_transform": "mul:12.0"}
         actual = divergence.Divergences(*ops.linear_divergence(*arguments(operands), **mixed))
         exact = divergence.Divergences(*reference.linear_divergence(*doubled(*arguments(operands)), **mixed))
-        for name in (of, "cross_entropy", "overlap"):
+        for name in (of, "cross_entropy", "overlap", "teacher_overlap"):
             assert relative_error(getattr(actual, name), getattr(exact, name)) < 4e-6, name
 
 
@@ -196,7 +196,7 @@ def test_heads_of_different_dtypes(device: str, dtype: torch.dtype, teacher_dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_log_sum_exps_are_those_of_linear_stats(device: str, dtype: torch.dtype) -> None:
     operands = two_heads(21, 8, 37, dtype, device)
-    sums = ops.linear_divergence(*arguments(operands), **SOFTCAPS)[4:]
+    sums = ops.linear_divergence(*arguments(operands), **SOFTCAPS)[5:]
     index = torch.zeros(21, 1, dtype=torch.int64, device=device)
     for head, scale, transform, (lse, residual) in (
         (operands[:3], SCALE, SOFTCAPS["transform"], sums[:2]),
@@ -393,8 +393,8 @@ def test_only_the_divergences_are_differentiable(device: str) -> None:
     operands = [t.requires_grad_() for t in two_heads(6, 4, 9, device=device)]
     for share in (0.0, 0.5):
         out = ops.linear_divergence(*arguments(operands), share=share)
-        assert [t.requires_grad for t in out] == [True, True, bool(share), *[False] * 5]
-        assert [t.shape[0] for t in out] == [6, 6, *[6 if share else 0] * 2, *[6] * 4]
+        assert [t.requires_grad for t in out] == [True, True, bool(share), *[False] * 6]
+        assert [t.shape[0] for t in out] == [6, 6, *[6 if share else 0] * 3, *[6] * 4]
 
 
 def test_operands_and_results_are_not_written_to(device: str) -> None:
@@ -528,6 +528,7 @@ def test_chunk_boundaries_do_not_show(
 ) -> None:
     monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", rows * 23 * 4 * divergence.BUFFERS)
+    monkeypatch.setattr(chunked, "CHUNK_ROWS", 0)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", 7 * 4)
     operands = two_heads(13, 4, 23, dtype, device)
     for options in OPTIONS:

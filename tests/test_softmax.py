@@ -354,6 +354,7 @@ def test_chunk_boundaries_do_not_show(
 ) -> None:
     monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", rows * 23 * 4 * softmax.BACKWARD_BUFFERS)
+    monkeypatch.setattr(chunked, "CHUNK_ROWS", 0)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", 7 * 4)
     p = problem(13, 4, 23, dtype, device)
     for log in (False, True):

@@ -40,10 +40,12 @@ def divergence_kernel(
     teacher_bias,
     teacher_lse,
     teacher_residual,
-    part_kl,  # [splits, rows] float32, out
-    part_cross_entropy,  # [splits, rows] float32, out
-    part_student_kl,  # [splits, rows] float32, out, or None where q is m
-    part_overlap,  # the same
+    part_total,  # [splits, rows] float32, out: sums of p
+    part_kl,  # the same: of p (log p - log m)
+    part_cross_entropy,  # the same: of -p log m
+    part_student_total,  # the same: of q; or None where q is m, as all from here on
+    part_student_kl,  # the same: of q (log q - log m)
+    part_overlap,  # the same: of p q / m
     scale,
     teacher_scale,
     share,
@@ -61,8 +63,10 @@ def divergence_kernel(
     row = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits
     first = split * tiles_per_split
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     kl = tl.zeros((BLOCK,), dtype=tl.float32)
     cross_entropy = tl.zeros((BLOCK,), dtype=tl.float32)
+    student_total = tl.zeros((BLOCK,), dtype=tl.float32)
     student_kl = tl.zeros((BLOCK,), dtype=tl.float32)
     overlap = tl.zeros((BLOCK,), dtype=tl.float32)
     for tile in range(first, tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK))):
@@ -83,14 +87,18 @@ def divergence_kernel(
             log_m = log_p - above
             q = exponential(log_q)
             student_counts = inside & (q != 0)
+            student_total += tl.where(inside, q, 0.0)
             student_kl += tl.where(student_counts, q * student_above, 0.0)
             overlap += tl.where(counts & student_counts, tl.minimum(p, q) / part, 0.0)
+        total += tl.where(inside, p, 0.0)
         kl += tl.where(counts, p * above, 0.0)
         cross_entropy -= tl.where(counts, p * log_m, 0.0)
     at = split.to(tl.int64) * rows + row
+    tl.store(part_total + at, tl.sum(total, 0))
     tl.store(part_kl + at, tl.sum(kl, 0))
     tl.store(part_cross_entropy + at, tl.sum(cross_entropy, 0))
     if part_overlap is not None:
+        tl.store(part_student_total + at, tl.sum(student_total, 0))
         tl.store(part_student_kl + at, tl.sum(student_kl, 0))
         tl.store(part_overlap + at, tl.sum(overlap, 0))
 
@@ -109,6 +117,7 @@ def gradients_kernel(
     cross_entropy,
     student_kl,  # or None, where q is m
     overlap,  # or None
+    teacher_overlap,  # or None
     g_kl,
     g_cross_entropy,
     g_student_kl,  # or None
@@ -153,7 +162,6 @@ def gradients_kernel(
     if overlap is not None:
         row_g_student_kl = tl.load(g_student_kl + row)
         active |= row_g_student_kl != 0
-        row_overlap = tl.load(overlap + row)
         student_above, above, part = mixed(log_q, log_p, share, own)
         log_m = log_p - above
         u = tl.where((p != 0) & (q != 0), tl.minimum(p, q) / part, 0.0)
@@ -161,7 +169,7 @@ def gradients_kernel(
     if dz is not None:
         if overlap is not None:
             d = tl.where(q != 0, row_g_student_kl * q * (student_above - tl.load(student_kl + row)), 0.0)
-            d -= row_g_u * (u - q * row_overlap)
+            d -= row_g_u * (u - q * tl.load(overlap + row))
         else:
             d = row_g_u * (q - p)
         if factor is not None:
@@ -173,7 +181,7 @@ def gradients_kernel(
         d = p * (above - row_g_cross_entropy * (log_m + tl.load(cross_entropy + row)))
         d = tl.where(p != 0, d, 0.0)
         if overlap is not None:
-            d += row_g_u * (u - p * row_overlap)
+            d += row_g_u * (u - p * tl.load(teacher_overlap + row))
         if teacher_factor is not None:
             teacher_scale = teacher_scale * tl.load(teacher_factor)
         d = tl.where(active, d * teacher_slope * teacher_scale, 0.0)
@@ -205,6 +213,7 @@ class Row(NamedTuple):
     cross_entropy: Tensor
     student_kl: Tensor | None
     overlap: Tensor | None
+    teacher_overlap: Tensor | None
     g_kl: Tensor
     g_cross_entropy: Tensor
     g_student_kl: Tensor | None
@@ -215,17 +224,19 @@ class Row(NamedTuple):
 
 
 def divergences(student: Logits, teacher: Logits, share: float) -> tuple[Tensor | None, ...]:
-    """``kl``, ``cross_entropy``, ``student_kl`` and ``overlap [C]``, float32, of whole rows; None for a share of 0."""
+    """``kl``, ``cross_entropy``, and ``student_kl``, ``overlap`` and ``teacher_overlap`` or None for a share of 0.
+
+    Of whole rows, float64 ``[C]``; see ``ops.divergence``.
+    """
     rows, vocab = student.product.shape
     splits, each = divided(rows, vocab, student.product.device)
-    count = 4 if share else 2
+    count = 6 if share else 3
     parts = torch.empty((count, splits, rows), dtype=torch.float32, device=student.product.device)
-    unasked = [None] * (4 - count)
     divergence_kernel[(rows * splits,)](
         *student.tensors,
         *teacher.tensors,
         *parts.unbind(),
-        *unasked,
+        *[None] * (6 - count),
         student.scale,
         teacher.scale,
         share,
@@ -241,7 +252,12 @@ def divergences(student: Logits, teacher: Logits, share: float) -> tuple[Tensor 
         BLOCK=block(student.product.device),
         **OPTIONS,
     )
-    return *parts.sum(1).unbind(), *unasked
+    total, kl, cross_entropy, *mixture = parts.sum(1, dtype=torch.float64).unbind()
+    divergences = kl / total, cross_entropy / total
+    if not mixture:
+        return *divergences, None, None, None
+    student_total, student_kl, overlap = mixture
+    return *divergences, student_kl / student_total, overlap / student_total, overlap / total
 
 
 def write_gradients(

@@ -276,8 +276,9 @@ def mean_and_bound(out: Tensor, g: Tensor, log: bool) -> tuple[Tensor, Tensor]:
     sums_kernel[(rows * splits,)](
         out, g, *parts.unbind(), rows, vocab, splits, each, *g.stride(), LOG=log, BLOCK=block(out.device), **OPTIONS
     )
-    total, weighted = parts[:2].sum(1)
-    mean = weighted / total
+    # In float64: what a mean is off by, all classes have, so that d_input does not average it out.
+    total, weighted = parts[:2].sum(1, dtype=torch.float64)
+    mean = (weighted / total).float()
     return mean, parts[2].amax(0) + mean.abs()
 
 

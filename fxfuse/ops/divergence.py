@@ -8,27 +8,29 @@ their mixture m = (1 - share) q + share p, which is q itself for a ``share`` of 
 ``kl [N]``                                                        ``sum_j p_j (log p_j - log m_j)``
 ``cross_entropy [N]``                                             ``-sum_j p_j log m_j``
 ``student_kl [N]``                                                ``sum_j q_j (log q_j - log m_j)``
-``overlap [N]``                                                   ``sum_j u_j`` with ``u_j = p_j q_j / m_j``, for the
-                                                                  backward
+``overlap``, ``teacher_overlap [N]``                              ``sum_j u_j`` with ``u_j = p_j q_j / m_j``, over the
+                                                                  sums of q and of p, for the backward
 ``lse``, ``residual``, ``teacher_lse``, ``teacher_residual [N]``  either head's log-sum-exps as in ``contract``, for the
                                                                   backward; unspecified in rows that are not finite
 ================================================================  =====================================================
 
-``student_kl`` and ``overlap`` are empty for a share of 0, where they would be 0 and 1. A term is 0 where the
+``student_kl`` and the overlaps are empty for a share of 0, where they would be 0 and 1. A term is 0 where the
 probability before it is, whatever the other is there (``torch.xlogy``): classes that both heads rule out count for
 nothing. Each sum is one of such terms: the difference of a cross entropy and an entropy would cancel where the student
-is close to the teacher. All are in the accumulation dtype, float64 if an operand is and else float32; only ``kl``,
-``cross_entropy`` and ``student_kl`` are differentiable. Hinton, Vinyals & Dean 2015 (arXiv:1503.02531) has the losses
-without a mixture; temperatures are scales. ``share kl + (1 - share) student_kl`` is the generalised Jensen-Shannon
-divergence of Agarwal et al. 2024 (arXiv:2306.13649), and either term alone the skewed one of Ko et al. 2024
-(arXiv:2402.03898).
+is close to the teacher. Each is taken over the sum of the probabilities in it: that is 1 but for rounding, which all
+classes have in common, so that in the gradients of hidden states it would not average out. All are in the accumulation
+dtype, float64 if an operand is and else float32; only ``kl``, ``cross_entropy`` and ``student_kl`` are differentiable.
+Hinton, Vinyals & Dean 2015 (arXiv:1503.02531) has the losses without a mixture; temperatures are scales. ``share kl +
+(1 - share) student_kl`` is the generalised Jensen-Shannon divergence of Agarwal et al. 2024 (arXiv:2306.13649), and
+either term alone the skewed one of Ko et al. 2024 (arXiv:2402.03898).
 
 The derivatives of log q_j by z_k and of log p_j by y_k are [j = k] - q_k and [j = k] - p_k, and those of log m_j are
 (1 - share) q_j / m_j and share p_j / m_j times these. So upstream gradients ``g_kl``, ``g_cross_entropy`` and
 ``g_student_kl [N]`` give, with ``g = (1 - share) (g_kl + g_cross_entropy) - share g_student_kl``,
 
     dz_j = g_student_kl q_j (log q_j - log m_j - student_kl) - g (u_j - q_j overlap)
-    dy_j = p_j (g_kl (log p_j - log m_j - kl) + g_cross_entropy (-log m_j - cross_entropy)) + g (u_j - p_j overlap)
+    dy_j = p_j (g_kl (log p_j - log m_j - kl) + g_cross_entropy (-log m_j - cross_entropy))
+           + g (u_j - p_j teacher_overlap)
 
 times scale and slope. Without a mixture u is p, and dz_j is g (q_j - p_j). What is multiplied by p_j or q_j is 0 where
 these are, and a row whose upstream gradients are all zero contributes exactly zero. A teacher without gradients costs
@@ -86,6 +88,7 @@ class Divergences(NamedTuple):
     cross_entropy: Tensor
     student_kl: Tensor
     overlap: Tensor
+    teacher_overlap: Tensor
     lse: Tensor
     residual: Tensor
     teacher_lse: Tensor
@@ -95,7 +98,7 @@ class Divergences(NamedTuple):
     def empty(cls, operands: Operands, share: float) -> Divergences:
         """Memory for all."""
         rows = operands.input.shape[0]
-        sizes = (rows, rows, *(2 * (rows if share else 0,)), *4 * (rows,))
+        sizes = (rows, rows, *(3 * (rows if share else 0,)), *4 * (rows,))
         return cls(*(operands.input.new_empty((size,), dtype=operands.acc) for size in sizes))
 
     def write(self, at: slice, *parts: Tensor | None) -> None:
@@ -193,9 +196,9 @@ class _Mixed(NamedTuple):
         return cls(above, log_p - above, apart.clamp_(max=0.0).sub_(below), u)
 
 
-def _sum(weight: Tensor, terms: Tensor) -> Tensor:
-    """The sums ``[C]`` of the products, which are 0 where the weight is."""
-    return (weight * terms).masked_fill_(weight == 0, 0.0).sum(1)
+def _mean(weight: Tensor, terms: Tensor) -> Tensor:
+    """The weighted means ``[C]`` of terms, which count for nothing where the weight is 0."""
+    return (weight * terms).masked_fill_(weight == 0, 0.0).sum(1) / weight.sum(1)
 
 
 def _slices(student: _Side, share: float, memory: int) -> list[slice]:
@@ -214,11 +217,12 @@ def linear_divergence_chunked(
         log_q, log_p = student.log_softmax(at, False), teacher.log_softmax(at, False)
         p, q = log_p.values.exp(), log_q.values.exp() if share else None
         mixed = _Mixed.of(log_q.values, log_p.values, q, p, share)
-        student_kl = overlap = None
+        student_kl = overlap = teacher_overlap = None
         if q is not None:
             assert mixed.student_above is not None and mixed.u is not None
-            student_kl, overlap = _sum(q, mixed.student_above), mixed.u.sum(1)
-        divergences = _sum(p, mixed.above), -_sum(p, mixed.log_m), student_kl, overlap
+            student_kl = _mean(q, mixed.student_above)
+            overlap, teacher_overlap = (mixed.u.sum(1) / one.sum(1) for one in (q, p))
+        divergences = _mean(p, mixed.above), -_mean(p, mixed.log_m), student_kl, overlap, teacher_overlap
         out.write(at, *divergences, log_q.lse, log_q.residual, log_p.lse, log_p.residual)
     return out
 
@@ -255,7 +259,7 @@ def linear_divergence_backward_chunked(
             dy.sub_(mixed.log_m.add_(have.cross_entropy[at, None]).mul_(g.cross_entropy[at, None]))
             dy = dy.mul_(p).masked_fill_(p == 0, 0.0)
             if mixed.u is not None:
-                dy.add_((mixed.u - p * have.overlap[at, None]).mul_(g_u[at, None]))
+                dy.add_((mixed.u - p * have.teacher_overlap[at, None]).mul_(g_u[at, None]))
             teacher.add(teacher_grads, at, dy, log_p.slope, active[at])
     return *grads.like(*operands.student[:3]), *teacher_grads.like(*operands.teacher[:3])
 
@@ -264,7 +268,7 @@ def taken_apart(
     args: tuple[Any, ...], g_student_kl: Tensor | None
 ) -> tuple[Operands, Divergences, Upstream, tuple[bool, ...]]:
     """The arguments of the backward: operands, what the forward returned, upstream gradients, and the needs."""
-    return Operands(*args[:8]), Divergences(*args[8:16]), Upstream(args[16], args[17], g_student_kl), args[18:]
+    return Operands(*args[:8]), Divergences(*args[8:17]), Upstream(args[17], args[18], g_student_kl), args[19:]
 
 
 # --- the op ---------------------------------------------------------------------------------------------------

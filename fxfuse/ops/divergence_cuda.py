@@ -133,7 +133,7 @@ def linear_divergence_backward(
     rows, vocab = operands.input.shape[0], operands.weight.shape[0]
     have = Divergences(*(t.contiguous() for t in have))
     g_u = g.of_overlap(share)
-    row = Row(*(None if t is None or not len(t) else t.contiguous() for t in (*have[:4], *g, g_u)))  # type: ignore[arg-type]
+    row = Row(*(None if t is None or not len(t) else t.contiguous() for t in (*have[:5], *g, g_u)))  # type: ignore[arg-type]
     # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
     active = g.active[:, None]
     wanted = any(needs[:3]), any(needs[3:])

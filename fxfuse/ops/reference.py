@@ -215,4 +215,4 @@ def linear_divergence(
     cross_entropy = -torch.where(p == 0, zero, p * log_m).sum(1)
     lse, teacher_lse = z.logsumexp(1), y.logsumexp(1)
     residual = torch.zeros_like(lse)
-    return kl, cross_entropy, student_kl, overlap, lse, residual, teacher_lse, residual
+    return kl, cross_entropy, student_kl, overlap, overlap, lse, residual, teacher_lse, residual

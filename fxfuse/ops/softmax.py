@@ -81,11 +81,10 @@ def linear_softmax_backward_chunked(
         part, g_here = input[here].to(head.acc), g[here].to(acc)
         p = out[here].to(acc)
         p = p.exp() if log else p
-        total = p.sum(1, keepdim=True)
-        if log:
-            dz = g_here - p * (g_here.sum(1, keepdim=True) / total)
-        else:
-            dz = p * (g_here - (p * g_here).sum(1, keepdim=True) / total)
+        # In float64: what a mean is off by, all classes have, so that d_input does not average it out.
+        total, mean = (t.sum(1, keepdim=True, dtype=torch.float64) for t in (p, g_here if log else p * g_here))
+        mean = (mean / total).to(acc)
+        dz = g_here - p * mean if log else p * (g_here - mean)
         dz = dz.to(head.acc)
         if transform:
             _, slope = head.logits(part, buffer[: here.stop - here.start], want_slope=True)
