@@ -234,6 +234,15 @@ def _shift(emit: Emit, weight: Handle, bias: Handle, shift: Handle, factor: floa
     return weight, shift if bias is None else emit(torch.add, bias, shift)
 
 
+def _assign(emit: Emit, weight: Handle, bias: Handle, classes: Any, value: float) -> tuple[Handle, Handle]:
+    """``value`` in the classes that an index or a slice names."""
+    example = emit.example(weight)
+    everything = emit(torch.arange, example.shape[0], device=example.device)
+    none = emit(torch.zeros_like, everything, dtype=torch.bool)
+    mask = emit(torch.index_fill, none, 0, emit(getitem, everything, classes), True)
+    return _fill(emit, weight, bias, mask, value, elsewhere=False)
+
+
 def _fill(
     emit: Emit, weight: Handle, bias: Handle, mask: Handle, value: float, elsewhere: bool
 ) -> tuple[Handle, Handle]:
@@ -277,6 +286,7 @@ CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "scale_bias": _scale_bias,
     "shift": _shift,
     "fill": _fill,
+    "assign": _assign,
     "extend": _extend,
     "floor": _floor,
 }

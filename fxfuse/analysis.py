@@ -307,7 +307,7 @@ class Analysis:
             call.keep("mutated")
         memory = storages(target)
         views = [known for known in self._values if storages(known) & memory]
-        by_numbers = not any(isinstance(example_of(arg), Tensor) for arg in node.args[1:])
+        by_numbers = all(arg is None or isinstance(arg, (int, float)) for arg in node.args[1:])
         become: dict[Node, Any] = {}
         whole: Any = self._values[target]
         for view in views:

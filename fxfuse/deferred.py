@@ -32,6 +32,7 @@ from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
 from .rules import IN_PLACE, TABLE, Call, Keep, Rule, outcomes_of
+from .rules.transforms import listed_classes
 
 
 class _Mode(threading.local):
@@ -101,6 +102,8 @@ class DeferredLogits(Tensor):
                 origin.signals.append(args[1])
         elif func in _OF_GRADIENTS:
             _gradient_is_wanted(func, args, kwargs)
+        elif func is Tensor.__setitem__ and (masked := _as_mask(*args)) and _become(Tensor.masked_fill_, masked, {}):
+            return None
         elif func in IN_PLACE and _become(func, args, kwargs):
             return args[0]
         elif (found := _look_up(func, args)) is not None:
@@ -312,6 +315,19 @@ def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # --- rules ----------------------------------------------------------------------------------------------------
+
+
+def _as_mask(logits: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
+    """The arguments of ``masked_fill_`` that do the same, if something is assigned to some classes of every row."""
+    described = _description(logits) if isinstance(logits, DeferredLogits) and _is_described(logits) else None
+    if not isinstance(described, ClassTensor) or not isinstance(described.vocab, int):
+        return None
+    classes = listed_classes(index, described.class_dim, described.shape, lambda entry: entry)
+    if classes is None:
+        return None
+    mask = torch.zeros(described.vocab, dtype=torch.bool, device=logits.device)
+    mask[classes] = True
+    return logits, mask.view([-1 if i == described.class_dim else 1 for i in range(logits.dim())]), value
 
 
 def _is_mask(entry: Any) -> bool:

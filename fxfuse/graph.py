@@ -422,7 +422,7 @@ def _rewrite_graph(
                 read = any(reader.source.requires_grad for _, reader in candidate.readers)
                 for escaped in candidate.escaped:
                     # Where eager made them: in the same mode, before anything else happens.
-                    emit = _GraphEmit(graph, escaped.made.next, escaped.made, made)
+                    emit = _GraphEmit(graph, escaped.made.next, escaped.node, made)
                     escape = send_out(escaped, emit, output, read or several, told[candidate].ways.get(escaped.node))
                     sent.setdefault(candidate, []).append(escape)
             made_for[candidate] += made[before:]

@@ -252,6 +252,15 @@ def _in_place_by_tensors(s: World) -> Any:
     return ce(z, s.y, reduction="none"), z.logsumexp(-1)
 
 
+def _assigned_classes(s: World) -> Any:
+    """Padding of the vocabulary, and forbidden tokens in a list and in a tensor."""
+    z, w, v = s.z, s.zb / 2, s.z.mT + s.b[:, None]
+    z[..., VOCAB - 3 :] = -1e4
+    w[:, :, [1, 3, -2]] = float("-inf")
+    v[:, s.y[0]] = -30.0
+    return ce(z, s.y), w.logsumexp(-1), w.softmax(-1).gather(-1, 0 * s.y[..., None]), F.cross_entropy(v, s.masked)
+
+
 def _temperatures(s: World) -> Any:
     """A parameter, one for each row, one for each sequence."""
     z, t = s.z, s.b[0].exp()
@@ -615,6 +624,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "squeeze_all": lambda s: F.cross_entropy(s.z[:1, :, None].squeeze(), s.y[0]),
     "vocabulary_slice": _vocabulary_slice,
     "vocabulary_mask": _vocabulary_mask,
+    "assigned_classes": _assigned_classes,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
     "temperatures_over_biases": _temperatures_over_biases,
@@ -1062,6 +1072,13 @@ def _grad_mode_inside(s: World) -> Any:
         return z, s.x.detach() * 2
 
 
+def _returned_after_an_assignment(s: World) -> Any:
+    z = s.z
+    z[..., VOCAB - 3 :] = -1e4
+    z[..., [1, -5]] = 0.5
+    return ce(z, s.y), z
+
+
 # Logits that a graph returns, and what else it does with them is fused.
 DEFERRED: dict[str, Callable[[World], Any]] = {
     "returned": _returned,
@@ -1080,6 +1097,7 @@ DEFERRED: dict[str, Callable[[World], Any]] = {
     "returned_shifted_by_a_bias": lambda s: (s.zb + s.c, (s.z * s.b[0].exp()).contiguous()),
     "returned_beside_log_probs": lambda s: (lambda z: (z, z.log_softmax(-1)))(s.z),
     "returned_some_classes": lambda s: (s.zb[..., :11], ce(s.z, s.y)),
+    "returned_after_an_assignment": _returned_after_an_assignment,
     "returned_strided": lambda s: (s.z[:, :-1], s.zb.transpose(0, 1), s.z[:, 1]),
 }
 

@@ -451,6 +451,42 @@ def test_writes_are_seen_through_every_alias(name: str, device: str) -> None:
     assert_as_eager(WRITES[name], device)
 
 
+_EVERY = slice(None)
+
+
+@pytest.mark.parametrize(
+    ("index", "builds"),
+    [
+        ((..., slice(VOCAB - 3, None)), 0),
+        ((..., slice(None, None, 7)), 0),
+        ((_EVERY, _EVERY, [1, -2, 1]), 0),
+        ((_EVERY, _EVERY, []), 0),
+        ((..., torch.tensor([4, -1, 4])), 0),
+        (..., 0),
+        ((..., 3), 1),
+        ((_EVERY, 0), 1),
+        ((0, ..., [3]), 1),
+        ((None, ..., [3]), 1),
+        ((..., torch.tensor([[1, 2], [3, 4]])), 1),
+        ((..., torch.arange(VOCAB) < 4), 1),
+    ],
+    ids=str,
+)
+def test_assignments_to_some_classes_wait(index: Any, builds: int, device: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        z[index] = -3.0
+        return ce(z, s.y), z.logsumexp(-1)
+
+    assert_as_eager(program, device, builds)
+
+
+def test_assignments_to_classes_that_there_are_not() -> None:
+    for index in ([1, VOCAB], torch.tensor([-VOCAB - 1])):  # on CUDA eager's index ends the process
+        z = DeferredWorld.make().zb
+        with pytest.raises(IndexError):
+            z[..., index] = 0.0
+
+
 # --- hooks ----------------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ DEFERRED = [
 EXPECTED = {
     **dict.fromkeys(DEFERRED, "deferred"),
     "BartForConditionalGeneration": "deferred",  # adds a buffer to the logits
-    "ChameleonForConditionalGeneration": "read",  # writes to classes of the logits
+    "ChameleonForConditionalGeneration": "deferred",  # assigns to classes of the logits
     "Qwen2AudioForConditionalGeneration": "deferred",  # selects rows with a mask, which splits the graph
 }
 

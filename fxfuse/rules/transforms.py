@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -321,17 +322,54 @@ def clamp_max(call: Call, input: Any, max: Any) -> ClassTensor:
 
 def _masked(call: Call, input: Any, mask: Any, value: Any, elsewhere: bool = False) -> ClassTensor:
     like = _like(call, input, mask)
+    if like.dtype != torch.bool or not _is_one_a_class(input, like):
+        call.keep("unknown_reader", f"{call.name} with a mask of {like.dtype} and shape {tuple(like.shape)}")
+    return _filled(call, input, value, lambda number: ClassOp("fill", (mask, number, elsewhere), shifts=True))
+
+
+def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) -> ClassTensor:
+    """Logits of which ``op`` sets some classes to ``value``; it is given the number before the scale."""
     if not isinstance(value, (int, float)):
         constant = call.constant(value)
         if constant is None:
             call.keep("unknown_reader", f"{call.name} with something other than a number")
         value = constant
-    if like.dtype != torch.bool or not _is_one_a_class(input, like):
-        call.keep("unknown_reader", f"{call.name} with a mask of {like.dtype} and shape {tuple(like.shape)}")
     if not isinstance(input, Logits) or input.transform or (input.row_shifts and not math.isinf(value)):
         call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
-    op = ClassOp("fill", (mask, value / input.scale, elsewhere), shifts=True)
-    return of_classes(input, call.name, op, dtype=converted(call, input, call.out.dtype))
+    return of_classes(input, call.name, op(value / input.scale), dtype=converted(call, input, call.out.dtype))
+
+
+@rule(in_place=(operator.setitem,))
+def setitem(call: Call, input: Any, index: Any, value: Any) -> ClassTensor:
+    classes = listed_classes(index, input.class_dim, input.shape, call.example)
+    if classes is None:
+        call.keep("mutated", f"{call.name} of anything but some classes of every row")
+    return _filled(call, input, value, lambda number: ClassOp("assign", (classes, number), shifts=True))
+
+
+def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Callable[[Any], Any]) -> Any:
+    """What ``index`` selects of the class axis, if it takes all of the others: a slice, a list of numbers or a tensor
+    of them. Else None.
+    """
+    dims, vocab = len(shape), shape[class_dim]
+    entries = list(index) if isinstance(index, tuple) else [index]
+    ellipses = [i for i, entry in enumerate(entries) if entry is Ellipsis]
+    if len(ellipses) == 1:
+        entries[ellipses[0] : ellipses[0] + 1] = [slice(None)] * (dims - len(entries) + 1)
+    if not class_dim < len(entries) <= dims:
+        return None
+    classes = entries.pop(class_dim)
+    if any(not isinstance(entry, slice) or entry != slice(None) for entry in entries):
+        return None
+    if isinstance(classes, slice):
+        parts = (classes.start, classes.stop, classes.step)
+        return classes if all(part is None or type(part) is int for part in parts) else None
+    if isinstance(classes, list):
+        known = isinstance(vocab, int) and all(type(one) is int and -vocab <= one < vocab for one in classes)
+        return classes if known else None
+    like = example(classes)
+    is_index = isinstance(like, torch.Tensor) and like.dtype == torch.int64 and like.dim() == 1
+    return classes if is_index else None
 
 
 @rule(torch.masked_fill, "masked_fill", in_place=("masked_fill_",))
