@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import compat
-from .algebra import Beside, ClassTensor, Head, Logits, LogProbs, Probs, Reader, RowOp, Whole
+from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
 from .escape import Escaped, chain_between
 from .mutation import Timeline, storages, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
+from .readers import Beside, Reader, Whole
 from .reasons import Reason, because
+from .replay import RowOp
 from .report.source import function_name, location
 from .rules import IN_PLACE, TABLE, Call, Keep, heads_of, outcomes_of
 from .rules.heads import VOCABULARY_RATIO

@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
-from .algebra import ClassTensor, Head, Logits, OfTwoHeads, Reader, Statistics
+from .algebra import ClassTensor, Head, Logits, OfTwoHeads
 from .eager import EMIT, dense, pull_back
 from .lazy import Described, Given, Origin, State, parts_of
 from .operands import Operands
 from .passes import class_sum, compute, finished, operands_of, statistics
+from .readers import Reader, Statistics
 from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller

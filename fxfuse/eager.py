@@ -16,7 +16,6 @@ from .algebra import (
     ClampedLogProbs,
     ClassTensor,
     Comparison,
-    Emit,
     Exponentials,
     Logits,
     LogProbs,
@@ -28,6 +27,7 @@ from .algebra import (
     WeighedLogProbs,
 )
 from .ops.contract import acc_dtype
+from .replay import Emit
 
 
 class EagerEmit(Emit):

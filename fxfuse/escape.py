@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import compat
-from .algebra import ClassTensor, Emit, Logits
+from .algebra import ClassTensor, Logits
 from .deferred import DeferredLogits, Layout, defer
 from .eager import dense
 from .mutation import Timeline, storages
+from .replay import Emit
 from .report.chain import Way
 from .report.records import Site
 from .report.source import called_from, function_name, location

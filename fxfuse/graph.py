@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
-from .algebra import Emit, Handle, Reader, Whole
 from .analysis import Analysis, Candidate, analyse, example_of
 from .escape import Escape, send_out, why_not
 from .mutation import Timeline, tensors
 from .options import Options
 from .passes import BESIDE, KEPT, compute, computes_again, why
+from .readers import Reader, Whole
 from .reasons import Reason, because
+from .replay import Emit, Handle
 from .report.chain import Told, uses_of
 from .report.records import Ending, Projection, Site, Watcher
 from .report.source import function_name, line_at, location, module_path, projection_name

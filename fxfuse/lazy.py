@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from .algebra import ClassTensor, Head, Reader, Statistics
+from .algebra import ClassTensor, Head
 from .eager import EMIT, dense
 from .operands import Operands
+from .readers import Reader, Statistics
 from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller

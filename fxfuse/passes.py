@@ -10,25 +10,11 @@ from typing import Any
 import torch
 
 from . import ops
-from .algebra import (
-    Beside,
-    ClassTensor,
-    Coefficients,
-    Comparison,
-    Emit,
-    Exponentials,
-    Handle,
-    Logits,
-    LogProbs,
-    OneOfEach,
-    Reader,
-    Statistics,
-    WeighedLogits,
-    Whole,
-    with_offset,
-)
+from .algebra import ClassTensor, Comparison, Exponentials, Logits, LogProbs, OneOfEach, WeighedLogits
 from .ops.contract import acc_dtype
 from .ops.cuda import keeps_exponentials
+from .readers import Beside, Coefficients, Reader, Statistics, Whole, with_offset
+from .replay import Emit, Handle
 from .transform import encode
 
 IN_FORWARD = "gradients in forward"

@@ -208,7 +208,7 @@ DENSE: dict[str, Program] = {
     "chunk": lambda z, s: z.chunk(2, -1)[1],
     "sort": lambda z, s: z.sort(-1).values,
     "item": lambda z, s: z[0, 0, 0].item(),
-    "tolist": lambda z, s: z.tolist(),
+    "tolist": lambda z, s: torch.tensor(z.tolist()),
     "printed": lambda z, s: repr(z.detach()) + str(z.detach()) + f"{z[0, 0, 0].detach():.3f}",
     "numpy": lambda z, s: z.detach().cpu().numpy().copy(),
     "numpy_function": lambda z, s: float(np.asarray(z.detach().cpu()).sum()),

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter
 
-from ..algebra import map_leaves
 from ..mutation import tensors
+from ..replay import map_leaves
 from ..rules import IN_PLACE, TABLE, Rule
 from .records import Ending, Projection, Use
 from .source import line_at, location, name_of

@@ -19,8 +19,9 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from ..algebra import ClassTensor, Head, Reader
+from ..algebra import ClassTensor, Head
 from ..compat import has_node
+from ..readers import Reader
 from ..reasons import Reason, because
 
 

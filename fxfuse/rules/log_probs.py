@@ -9,23 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..algebra import (
-    ClassTensor,
-    Emit,
-    Exponentials,
-    Handle,
-    Index,
-    Logits,
-    LogProbs,
-    Mixture,
-    Probs,
-    Reader,
-    ShiftedLogProbs,
-    Statistics,
-    become,
-    derive,
-)
+from ..algebra import ClassTensor, Exponentials, Logits, LogProbs, Mixture, Probs, ShiftedLogProbs, become, derive
 from ..compat import same
+from ..readers import Index, Reader, Statistics
+from ..replay import Emit, Handle
 from . import Call, rule
 from .casts import converted
 from .statistics import along_classes, most, times

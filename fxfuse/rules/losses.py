@@ -9,23 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..algebra import (
-    ClassTensor,
-    Coefficients,
-    Emit,
-    Handle,
-    Index,
-    Logits,
-    LogProbs,
-    Mixture,
-    Probs,
-    Reader,
-    Statistics,
-    weigh,
-    with_offset,
-)
+from ..algebra import ClassTensor, Logits, LogProbs, Mixture, Probs
 from ..compat import same
 from ..ops.contract import acc_dtype
+from ..readers import Coefficients, Index, Reader, Statistics, weigh, with_offset
+from ..replay import Emit, Handle
 from . import Call, rule
 from .statistics import of_terms
 from .two_heads import compared

@@ -11,19 +11,16 @@ from .. import ops
 from ..algebra import (
     ClassTensor,
     Comparison,
-    Emit,
     Exponentials,
-    Handle,
-    Index,
     Logits,
     LogProbs,
     OneOfEach,
     Probs,
-    Reader,
-    Statistics,
     WeighedLogits,
     WeighedLogProbs,
 )
+from ..readers import Index, Reader, Statistics
+from ..replay import Emit, Handle
 from . import Call, rule
 from .casts import converted
 from .two_heads import mixed_by_logsumexp

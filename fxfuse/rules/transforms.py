@@ -13,17 +13,13 @@ import torch.nn.functional as F
 
 from ..algebra import (
     ClampedLogProbs,
-    ClassOp,
     ClassTensor,
     Exponentials,
-    Extension,
     Logits,
     LogProbs,
     Mixture,
     OneOfEach,
     Probs,
-    RowOp,
-    RowShift,
     ShiftedLogProbs,
     WeighedLogits,
     WeighedLogProbs,
@@ -32,6 +28,7 @@ from ..algebra import (
     of_classes,
 )
 from ..compat import same
+from ..replay import ClassOp, Extension, RowOp, RowShift
 from ..transform import Step, then
 from . import Call, rule
 from .casts import converted

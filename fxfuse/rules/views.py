@@ -9,24 +9,10 @@ from typing import Any
 
 import torch
 
-from ..algebra import (
-    HIDDEN,
-    Beside,
-    ClassOp,
-    ClassTensor,
-    Emit,
-    Handle,
-    Join,
-    Logits,
-    LogProbs,
-    Probs,
-    Reader,
-    RowOp,
-    Statistics,
-    derive,
-    of_classes,
-)
+from ..algebra import ClassTensor, Logits, LogProbs, Probs, derive, of_classes
 from ..compat import same
+from ..readers import Beside, Reader, Statistics
+from ..replay import HIDDEN, ClassOp, Emit, Handle, Join, RowOp
 from . import Call, rule
 from .log_probs import entry_of_each
 from .two_heads import can_be_mixed
