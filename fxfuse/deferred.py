@@ -202,10 +202,18 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     is_view = any(result.alias_info is not None for result in func._schema.returns)
     thunk = tree_map(lambda t: t._deferred if isinstance(t, DeferredLogits) else t, (func, args, kwargs))
 
-    def wrap(meta: Tensor) -> DeferredLogits:
+    def wrap(meta: Tensor, thunk: tuple[Any, ...]) -> DeferredLogits:
         return DeferredLogits(State(origins[0], meta, thunk, is_view, others=origins[1:]), first.device)
 
-    return tree_map_only(Tensor, wrap, out)
+    if isinstance(out, (tuple, list)):
+        parts = enumerate(out)
+        return type(out)(wrap(m, (_part, (i, *thunk), {})) if isinstance(m, Tensor) else m for i, m in parts)
+    return wrap(out, thunk) if isinstance(out, Tensor) else out
+
+
+def _part(i: int, func: Any, args: Any, kwargs: Any) -> Any:
+    """One of the tensors that ``func`` returns."""
+    return func(*args, **kwargs)[i]
 
 
 def _origins_of(tensors: Iterable[DeferredLogits]) -> tuple[Origin, ...]:

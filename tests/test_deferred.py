@@ -232,6 +232,10 @@ DENSE: dict[str, Program] = {
     "jvp": lambda z, s: torch.func.jvp(lambda q: q * 3, (z.detach(),), (torch.ones_like(z),))[1],
     "checkpoint_around_a_loss": lambda z, s: checkpoint(lambda t: ce(t.sin(), s.y), z, use_reentrant=False),
     "reentrant_checkpoint": lambda z, s: checkpoint(lambda t: ce(t.sin(), s.y), z, use_reentrant=True),
+    "views_of_parts": lambda z, s: (
+        *(z.split(1)[-1].unfold(2, 2, 2), z.chunk(2, 1)[0].view(BATCH, -1)),
+        *(z.unbind(1)[1].select(0, torch.tensor(0)), z.tensor_split(2, 2)[1].diagonal()),
+    ),
     "dlpack": lambda z, s: torch.from_dlpack(z.detach()),
     "complex_chain": lambda z, s: z.reshape(-1).view(BATCH, -1).t().contiguous().flatten()[::3],
 }
