@@ -484,6 +484,20 @@ def test_assignments_to_some_classes_wait(index: Any, builds: int, device: str) 
     assert_as_eager(program, device, builds)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_classes_are_filled_with_what_their_dtype_can_hold(dtype: torch.dtype) -> None:
+    """A label of one of them counts the -inf or the -9984 that eager stores."""
+
+    def program(x: Tensor, w: Tensor, value: float) -> Tensor:
+        z = x @ w.t()
+        z[..., -3:] = value
+        return F.cross_entropy(z.float(), torch.full(x.shape[:1], len(w) - 1))
+
+    x, w = torch.ones(4, 8, dtype=dtype), torch.zeros(20, 8, dtype=dtype)
+    for value in (-1e9, -1e4):
+        assert compiled(program)(x, w, value) == program(x, w, value)
+
+
 def test_assignments_to_classes_that_there_are_not() -> None:
     for index in ([1, VOCAB], torch.tensor([-VOCAB - 1])):  # on CUDA eager's index ends the process
         z = DeferredWorld.make().zb
