@@ -342,7 +342,8 @@ def setitem(call: Call, input: Any, index: Any, value: Any) -> ClassTensor:
     classes = listed_classes(index, input.class_dim, input.shape, call.example)
     if classes is None:
         call.keep("mutated", f"{call.name} of anything but some classes of every row")
-    return _filled(call, input, value, lambda number: ClassOp("assign", (classes, number), shifts=True))
+    named = replace(call, name="[…] = …")
+    return _filled(named, input, value, lambda number: ClassOp("assign", (classes, number), shifts=True))
 
 
 def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Callable[[Any], Any]) -> Any:
