@@ -138,7 +138,7 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     rows = 1
     for size in value.shape[:-1]:
         rows *= compat.hint(size)
-    made = any(op.name in ("scale", "fill", "assign", "extend") for op in value.class_ops)
+    made = any(op.copies_weight for op in value.class_ops)
     if (made or not _is_given(head.weight)) and compat.hint(value.hidden) > rows:
         return "fewer than the weight, which is computed in the graph"
     return ""

@@ -197,6 +197,11 @@ class ClassOp:
     def replay(self, emit: Emit, weight: Handle, bias: Handle | None) -> tuple[Handle, Handle | None]:
         return CLASS_FUNCTIONS[self.name](emit, weight, bias, *self.args)
 
+    @property
+    def copies_weight(self) -> bool:
+        """Whether it makes another weight, and not a view."""
+        return self.name in COPYING
+
     def key(self) -> Any:
         return self.name, key_of(self.args)
 
@@ -288,3 +293,4 @@ CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "extend": _extend,
     "floor": _floor,
 }
+COPYING = frozenset(("scale", "fill", "assign", "extend"))

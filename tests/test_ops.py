@@ -950,6 +950,16 @@ def test_opcheck_of_check_index(device: str, ignore_index: int | None) -> None:
 # --- chunks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("buffers", [1, 3, 11])
+@pytest.mark.parametrize(("rows", "vocab"), [(1024, 50257), (1024, 151936), (4096, 151936), (64, 32000)])
+def test_chunks_on_a_cpu_are_a_fraction_of_the_logits(rows: int, vocab: int, buffers: int) -> None:
+    """All buffers of a chunk together, but where the fewest rows that make a product take more."""
+    slices = chunked.row_slices(rows, 4 * vocab, 0, buffers)
+    assert [i for s in slices for i in range(s.start, s.stop)] == list(range(rows))
+    most = max(chunked.CHUNK_BYTES, rows * 4 * vocab // 4, chunked.MIN_CHUNK_ROWS * buffers * 4 * vocab)
+    assert max(s.stop - s.start for s in slices) * buffers * 4 * vocab <= most
+
+
 @pytest.fixture(params=[(1, 1), (2, 3), (5, 7), (6, 4), (100, 1000)], ids=lambda p: f"{p[0]} rows, {p[1]} classes")
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """At most so many rows a chunk and so many classes converted at a time, for V = 23 and D = 4."""

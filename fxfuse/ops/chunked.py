@@ -21,7 +21,7 @@ from .contract import Upstream, acc_dtype, gradient_or_none, stash_dtype, weight
 # Small enough to be a fraction of any logits worth fusing, large enough for full-speed products.
 CHUNK_BYTES = 32 << 20
 # Where the vocabulary is so large that these are few rows: each chunk reads the weight and adds to its gradient, which
-# takes as long as the products of some tens of rows. At most a quarter of all rows.
+# takes as long as the products of some tens of rows. At most a quarter of the logits.
 CHUNK_ROWS = 256
 MIN_CHUNK_ROWS = 16
 # Elements of the weight that are converted to float32 at a time when it is stored in 16 bits.
@@ -73,11 +73,11 @@ class Head(NamedTuple):
         return apply(self.transform, out), None
 
 
-def row_slices(rows: int, row_bytes: int, memory: int, most: int | None = None) -> list[slice]:
-    """Equal chunks of rows of at most ``memory`` bytes and ``most``; none where N is 0."""
+def row_slices(rows: int, row_bytes: int, memory: int, buffers: int = 1, most: int | None = None) -> list[slice]:
+    """Equal chunks of rows, of which ``buffers`` take at most ``memory`` bytes and ``most``; none where N is 0."""
     if most is None:
         most = max(CHUNK_BYTES, min(CHUNK_ROWS, rows // 4) * row_bytes)
-    step = max(MIN_CHUNK_ROWS, min(most, memory or most) // max(1, row_bytes))
+    step = max(MIN_CHUNK_ROWS, min(most, memory or most) // max(1, buffers * row_bytes))
     # A short last one would waste a product.
     step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -211,7 +211,7 @@ def _chunks(
         active = wanted.nonzero()[:, 0]
         input, index = input[active], index[active]
     rows, vocab = input.shape[0], head.weight.shape[0]
-    slices = row_slices(rows, buffers * vocab * head.acc.itemsize, memory)
+    slices = row_slices(rows, vocab * head.acc.itemsize, memory, buffers)
     buffer = input.new_empty((slices[0].stop if slices else 0, vocab), dtype=head.acc)
     for here in slices:
         part = input[here].to(head.acc)

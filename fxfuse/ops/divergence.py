@@ -196,15 +196,15 @@ class _Mixed(NamedTuple):
         return cls(above, log_p - above, apart.clamp_(max=0.0).sub_(below), u)
 
 
-def _mean(weight: Tensor, terms: Tensor) -> Tensor:
-    """The weighted means ``[C]`` of terms, which count for nothing where the weight is 0."""
-    return (weight * terms).masked_fill_(weight == 0, 0.0).sum(1) / weight.sum(1)
+def _mean(weight: Tensor, terms: Tensor, total: Tensor) -> Tensor:
+    """The means ``[C]`` by weights whose sums are ``total``, of terms that count for nothing where the weight is 0."""
+    return (weight * terms).masked_fill_(weight == 0, 0.0).sum(1) / total
 
 
 def _slices(student: _Side, share: float, memory: int) -> list[slice]:
     vocab = student.head.weight.shape[0]
     buffers = MIXED_BUFFERS if share else BUFFERS
-    return row_slices(student.input.shape[0], buffers * vocab * student.acc.itemsize, memory)
+    return row_slices(student.input.shape[0], vocab * student.acc.itemsize, memory, buffers)
 
 
 def linear_divergence_chunked(
@@ -218,11 +218,14 @@ def linear_divergence_chunked(
         p, q = log_p.values.exp(), log_q.values.exp() if share else None
         mixed = _Mixed.of(log_q.values, log_p.values, q, p, share)
         student_kl = overlap = teacher_overlap = None
+        teacher_total = p.sum(1)
         if q is not None:
             assert mixed.student_above is not None and mixed.u is not None
-            student_kl = _mean(q, mixed.student_above)
-            overlap, teacher_overlap = (mixed.u.sum(1) / one.sum(1) for one in (q, p))
-        divergences = _mean(p, mixed.above), -_mean(p, mixed.log_m), student_kl, overlap, teacher_overlap
+            student_total, u_total = q.sum(1), mixed.u.sum(1)
+            student_kl = _mean(q, mixed.student_above, student_total)
+            overlap, teacher_overlap = u_total / student_total, u_total / teacher_total
+        kl, cross_entropy = _mean(p, mixed.above, teacher_total), -_mean(p, mixed.log_m, teacher_total)
+        divergences = kl, cross_entropy, student_kl, overlap, teacher_overlap
         out.write(at, *divergences, log_q.lse, log_q.residual, log_p.lse, log_p.residual)
     return out
 

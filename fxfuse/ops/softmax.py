@@ -48,7 +48,7 @@ def linear_softmax_chunked(
     acc = torch.promote_types(head.acc, dtype)
     rows, vocab = input.shape[0], weight.shape[0]
     out = input.new_empty((rows, vocab), dtype=dtype)
-    slices = row_slices(rows, FORWARD_BUFFERS * vocab * acc.itemsize, memory)
+    slices = row_slices(rows, vocab * acc.itemsize, memory, FORWARD_BUFFERS)
     buffer = input.new_empty((slices[0].stop if slices else 0, vocab), dtype=head.acc)
     for here in slices:
         z, _ = head.logits(input[here].to(head.acc), buffer[: here.stop - here.start], want_slope=False)
@@ -75,7 +75,7 @@ def linear_softmax_backward_chunked(
     acc = torch.promote_types(head.acc, out.dtype)
     rows, vocab = out.shape
     grads = Gradients(rows, head, need_input, need_weight, need_bias)
-    slices = row_slices(rows, BACKWARD_BUFFERS * vocab * acc.itemsize, memory)
+    slices = row_slices(rows, vocab * acc.itemsize, memory, BACKWARD_BUFFERS)
     buffer = input.new_empty((slices[0].stop if slices else 0, vocab), dtype=head.acc)
     for here in slices:
         part, g_here = input[here].to(head.acc), g[here].to(acc)

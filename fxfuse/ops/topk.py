@@ -48,7 +48,7 @@ def linear_topk_chunked(
     residual = torch.empty_like(lse)
     nothing = index[:, :0]
     most = _GPU_CHUNK_BYTES if input.is_cuda else None
-    slices = row_slices(rows, vocab * head.acc.itemsize, memory, most)
+    slices = row_slices(rows, vocab * head.acc.itemsize, memory, most=most)
     buffer = input.new_empty((slices[0].stop if slices else 0, vocab), dtype=head.acc)
     for here in slices:
         z, _ = head.logits(input[here], buffer[: here.stop - here.start], want_slope=False)

@@ -331,7 +331,7 @@ def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) 
         if constant is None:
             call.keep("unknown_reader", f"{call.name} with something other than a number")
         value = constant
-    value = torch.tensor(value, dtype=call.out.dtype).item()  # as it is stored
+    value = torch.tensor(value, dtype=call.out.dtype, device="cpu").item()  # as it is stored
     if not isinstance(input, Logits) or input.transform or (input.row_shifts and not math.isinf(value)):
         call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
     return of_classes(input, call.name, op(value / input.scale), dtype=converted(call, input, call.out.dtype))
