@@ -25,10 +25,9 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from . import compat, errors
 from .algebra import ClassTensor, Head, Logits, OfTwoHeads
 from .eager import EMIT, dense, pull_back
-from .lazy import Described, Given, Origin, State, parts_of
+from .lazy import Described, Origin, State, parts_of
 from .operands import Operands
-from .passes import class_sum, compute, finished, operands_of, statistics
-from .readers import Reader, Statistics
+from .reading import heads_for, read, wants_gradients
 from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
@@ -407,15 +406,15 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                     _describe(made, tuple(parts) if is_stack else parts[0])
                     made._deferred.calls = calls
                 return out
-        if any(map(_is_there, deferred)) and any(r.entries for r in readers) and not _wants_gradients(call, readers):
+        if any(map(_is_there, deferred)) and any(r.entries for r in readers) and not wants_gradients(call, readers):
             call.keep("unknown_reader")  # of the same rounding as what was read before
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
             call.keep("unknown_reader", "a checkpointed function")
-        heads = _heads_for(deferred, call, readers)
+        heads = heads_for([t._deferred for t in deferred], call, readers)
     except (Keep, _NotDeferred):
         return NotImplemented
-    results = _read(call, readers, heads)
+    results = read(call, readers, heads)
     for origin, _ in heads.values():
         before = origin.way.chain if origin.way else "…"
         journal.note_fused(origin.site, origin.weight, origin.head, caller(), before, calls)
@@ -518,98 +517,6 @@ def _constant(argument: Any) -> float | None:
 def _frozen(argument: Any) -> Any:
     """A tensor as it is now, whatever the program writes to it before the logits are computed."""
     return argument.clone() if isinstance(argument, Tensor) else argument
-
-
-Found = dict[Head, tuple[Origin, Head]]
-
-
-def _heads_for(deferred: list[DeferredLogits], call: Call, readers: tuple[Reader, ...]) -> Found:
-    """For each head that readers are of, its origin and the head to compute them from, the readers' own first.
-
-    Refused where they cannot be computed from the operands.
-    """
-    source = readers[0].source
-    requires_grad = _wants_gradients(call, readers)
-    origins = {origin.operands.head: origin for origin in _origins_of(deferred)}
-    others = [operand for reader in readers for operand in reader.operands]
-    for operand in (*others, *(head.input for head in source.heads())):
-        if not compat.is_plain(operand) or operand.device != source.head.input.device:
-            call.keep("subclass")
-    found: Found = {}
-    for head, trained in source.heads().items():
-        operands = origins[head].operands
-        trained &= requires_grad
-        try:
-            as_they_were = operands.as_they_were()
-        except errors.StaleLogitsError:
-            if all(t._deferred.is_built() for t in deferred):
-                call.keep("operand_mutated", "something")
-            raise
-        if trained and operands.are_copied():
-            call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
-        found[head] = origins[head], operands.head if trained else as_they_were
-    return found
-
-
-def _noting(reader: Reader, given: list[Given]) -> Reader:
-    """The same, which adds to ``given`` what it returns that are entries of its source."""
-    if reader.entries is None:
-        return reader
-
-    def finish(emit: Any, stats: Statistics, index: Any) -> Any:
-        given.append(Given.by(reader, stats, index))
-        return reader.finish(emit, stats, index)
-
-    return replace(reader, finish=finish)
-
-
-def _wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
-    """Whether gradients may come back to what is read; to the best class, which is a whole number, none do."""
-    outs = call.out if isinstance(call.out, tuple) else (call.out,)
-    return (
-        readers[0].source.requires_grad and torch.is_grad_enabled() and any(out.dtype.is_floating_point for out in outs)
-    )
-
-
-def _read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
-    """What ``readers`` of the same logits return, by a fused op from operands of the heads that were ``found``."""
-    source = readers[0].source
-    origin, _ = found[source.head]
-    grad = _wants_gradients(call, readers)
-    key = (source.row_key(), source.logits_key(), grad)
-    source = replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
-    given: list[Given] = []
-    computed = tuple(replace(_noting(reader, given), source=source) for reader in readers)
-    reader = computed[0]
-    # What readers of the same rows could share.
-    shares = not reader.is_alone and not isinstance(source, OfTwoHeads)
-    kept = origin.log_sum_exps if shares and not compat.saving_is_watched() else {}
-    known, _ = kept.get(key, (None, None))
-    operands = operands_of(EMIT, source)
-    more = reader.index is not None or reader.want_entropy or reader.want_top or reader.chosen is not None
-    if known is not None and not more and not (reader.want_class_sum and source.transform):
-        total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
-        results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
-    elif shares and reader.coefficients is None and reader.chosen is None:
-        results, lse = statistics(EMIT, computed, operands, origin.memory)
-        if not reader.skip_unindexed:  # it would be that of some of the rows
-            kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
-    else:
-        _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory)
-    # In memory of its own: the backward may need what it was made of.
-    outs = call.out if isinstance(call.out, tuple) else (call.out,)
-    results = [
-        result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
-        for result, out in zip(results, outs, strict=True)
-    ]
-    origin.remember(readers, results)
-    origin.given += given
-    for origin, _ in found.values():
-        origin.bypassed |= grad
-        for result in results:
-            for signal in origin.signals if result.requires_grad else ():
-                result.register_hook(signal)
-    return results
 
 
 # --- making them ----------------------------------------------------------------------------------------------
