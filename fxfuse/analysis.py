@@ -308,7 +308,9 @@ class Analysis:
         if not _fills_memory(target) or not same_mode or len(values) > 1:
             call.keep("mutated")
         memory = storages(target)
-        views = [known for known in self._values if storages(known) & memory]
+        # What nothing uses from here on may stay what it was: each edit leaves a view that the next need not tell.
+        used = (known for known in self._values if self.timeline.is_used_after(known, node))
+        views = [known for known in (target, *used) if storages(known) & memory]
         by_numbers = all(arg is None or isinstance(arg, (int, float)) for arg in node.args[1:])
         become: dict[Node, Any] = {}
         whole: Any = self._values[target]

@@ -57,8 +57,9 @@ class _Planner:
             candidate.kept = self._obstacle(candidate)
         if candidate.kept is not None:
             return None
-        passes: list[Pass] = []
+        alike: dict[Any, list[Pass]] = {}
         for node, reader in candidate.readers:
+            passes = alike.setdefault(self._kind(node, reader), [])
             for index, known in enumerate(passes):
                 joined = self._joined(known, node, reader)
                 if joined is not None and self._changed(candidate, joined) is None:
@@ -66,9 +67,13 @@ class _Planner:
                     break
             else:
                 passes.append(Pass([(node, reader)], node))
-        for one in passes:
+        position = self.timeline.position
+        planned = sorted(
+            (one for passes in alike.values() for one in passes), key=lambda one: position[one.readers[0][0]]
+        )
+        for one in planned:
             candidate.kept = candidate.kept or self._changed(candidate, one)
-        return None if candidate.kept else passes
+        return None if candidate.kept else planned
 
     def _obstacle(self, candidate: Candidate) -> Reason | None:
         head = candidate.head
@@ -106,17 +111,15 @@ class _Planner:
                 return because("returned", f"{output}, {detail}", location(escaped.node))
         return None
 
+    def _kind(self, node: Node, reader: Reader) -> Any:
+        """Equal for readers that can share a computation, as far as one can say without looking at others."""
+        source, mode = reader.source, self.timeline.region[node]
+        if reader.is_alone:
+            return node
+        return id(source.head), source.row_key(), source.logits_key(), source.requires_grad, mode, reader.chosen
+
     def _joined(self, known: Pass, node: Node, reader: Reader) -> Pass | None:
-        """``known`` with one more reader, or None where they cannot share a computation."""
-        first_node, first = known.readers[0]
-        same_rows = first.source.head is reader.source.head and first.source.row_key() == reader.source.row_key()
-        made_alike = first.source.logits_key() == reader.source.logits_key()
-        same_mode = self.timeline.region[first_node] == self.timeline.region[node]
-        same_grad = first.source.requires_grad == reader.source.requires_grad
-        if not (same_rows and made_alike and same_mode and same_grad) or first.is_alone or reader.is_alone:
-            return None
-        if first.chosen != reader.chosen:
-            return None
+        """``known`` with one more reader of its kind, or None where they cannot share a computation."""
         weights = {r.class_weight for _, r in known.readers if r.want_class_sum}
         if reader.want_class_sum and weights and weights != {reader.class_weight}:
             return None

@@ -127,9 +127,11 @@ class Timeline:
         self.region: dict[Node, Region] = {}
         self._region_ends: list[Node] = []
         self._writes: dict[int, list[tuple[int, Node, bool]]] = {}  # position, writer, certain
+        self._last_use: dict[Node, int] = {}
         region = Region()
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
+            self._last_use.update(dict.fromkeys(node.all_input_nodes, position))
             following = _region_after(node, region)
             if following is not region:
                 self._region_ends.append(node)
@@ -142,6 +144,10 @@ class Timeline:
         """The next node that switches a mode, if any."""
         number = self.region[node].number
         return self._region_ends[number] if number < len(self._region_ends) else None
+
+    def is_used_after(self, operand: Node, place: Node) -> bool:
+        """Whether a node after ``place`` takes ``operand``."""
+        return self._last_use.get(operand, -1) > self.position[place]
 
     def write_between(self, operand: Node, read: Node, place: Node) -> Node | None:
         """A node that may change ``operand`` between its being read by ``read`` and just before ``place``."""

@@ -182,7 +182,7 @@ def test_policy_gradient_raises_the_reward() -> None:
     first, last = numbers(output, "1"), numbers(output, "23-24")
     assert last[0] > 5 * first[0] > 0
     assert first[1] == pytest.approx(math.log(8192), rel=0.01) and last[1] < first[1]
-    loss, gradient = map(float, re.findall(r"(?:loss differs by|gradients by) (\S+e-\d+)", output))
+    loss, gradient = map(float, re.findall(r"(?:loss differs by|gradients by) (\S+e[-+]\d+)", output))
     assert loss < 1e-5 and gradient < 1e-4
     assert "1 head: 1 fused" in output
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.fx import GraphModule
 
 import fxfuse
 from fxfuse import graph
+from fxfuse.backend import fxfuse as backend_of_fxfuse
 from fxfuse.options import Options
 
 
@@ -571,3 +574,43 @@ def test_a_loss_of_the_users_own_is_reported_and_an_activation_is_not() -> None:
     assert captured_sites(lambda x: down(Activation.apply(up(x))), x) == []
     (site,) = captured_sites(lambda x: OwnLoss.apply(up(x)), x)
     assert site.reason is not None and site.reason.code == "unknown_reader"
+
+
+def _edits(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    z = F.linear(x, w)
+    for _ in range(count):
+        z.mul_(0.99)
+    return F.cross_entropy(z, y)
+
+
+def _row_by_row(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    z = F.linear(x, w)
+    return sum((F.cross_entropy(z[i], y[i]) for i in range(count)), torch.zeros(()))
+
+
+@pytest.mark.parametrize("program", [_edits, _row_by_row])
+def test_the_work_is_linear_in_the_size_of_the_graph(program: Any) -> None:
+    """Counted in calls of fxfuse's own functions, which do not depend on the machine."""
+
+    def calls(count: int) -> int:
+        made, ours = 0, os.path.dirname(fxfuse.__file__)
+
+        def profile(frame: Any, event: str, _: Any) -> None:
+            nonlocal made
+            made += event == "call" and frame.f_code.co_filename.startswith(ours)
+
+        def backend(gm: GraphModule, inputs: list[torch.Tensor]) -> Any:
+            sys.setprofile(profile)
+            try:
+                return backend_of_fxfuse(gm, inputs, options={"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0})
+            finally:
+                sys.setprofile(None)
+
+        torch._dynamo.reset()
+        x, w, y = torch.randn(64, 8), torch.randn(32, 8, requires_grad=True), torch.randint(32, (64,))
+        with new_sites() as sites:
+            torch.compile(program, backend=backend)(x, w, y, count)
+        assert [site.status for site in sites] == ["fused"]
+        return made
+
+    assert calls(64) < 5 * calls(16)

@@ -277,6 +277,19 @@ def _run(program: Callable[..., Any], world: World) -> list[Any]:
     return [*(out.detach() for out in outs), *grads]
 
 
+def _captures_the_head(program: Callable[..., Any], world: World) -> bool:
+    """Whether Dynamo gives the projection to a backend."""
+    captured: list[Any] = []
+
+    def look(module: torch.fx.GraphModule, _: Any) -> Any:
+        captured.extend(node.target for node in module.graph.nodes)
+        return module.forward
+
+    torch._dynamo.reset()
+    _run(torch.compile(program, backend=look), world)
+    return F.linear in captured
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_function(name: str, style: str) -> None:
@@ -296,6 +309,8 @@ def test_function(name: str, style: str) -> None:
         actual = _run(ours, world)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bf16" in name else {}
     torch.testing.assert_close(actual, expected, **tolerance)
+    if not sites and name in GRAPH_BREAKS and not _captures_the_head(eager, world):
+        pytest.skip("this version's Dynamo leaves the projection to eager")
     assert sites
     dense = [*reads, *(site.reason for site in sites if site.reason)]
     assert bool(dense) == (style in DENSE.get(name, ())), dense
