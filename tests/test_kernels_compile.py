@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from fxfuse.kernels import dlogits, launcher, stats, tiles  # noqa: E402
-from fxfuse.ops import cuda  # noqa: E402
+from fxfuse.ops import cuda, hopper  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,8 +75,9 @@ def record(
 
     A ``plain`` cross entropy, one ``without_turns``, one with a ``softcap``, ``all_options``, those with ``few_hidden``
     units or with an ``odd_hidden`` size. Or ``entropy``, or ``entropy_and_top`` among the statistics, and its backward.
+    Or products that are ``stored``, and the statistics of softcapped logits.
     """
-    everything = kind not in ("plain", "softcap", "without_turns")
+    everything = kind not in ("plain", "softcap", "without_turns", "stored")
     vocab, indexed = 50257 if everything else 128256, 1
     hidden = {"odd_hidden": 4095, "few_hidden": 896}.get(kind, 4096)
     launches: list[Launch] = []
@@ -102,7 +103,11 @@ def record(
     )
     upstream = (meta(rows), meta(rows, indexed), meta(rows) if everything else None)
     needs = (True, True, everything)
-    options = {"transform": "tanh mul:30.0" if kind == "softcap" else ""}
+    options = {"transform": "tanh mul:30.0" if kind in ("softcap", "stored") else ""}
+    if kind == "stored":
+        call = cuda._Head.of(*operands, **options).call()
+        hopper.products(call, meta(rows, vocab, dtype=dtype))
+        return launches
     if kind.startswith("entropy"):
         cuda.linear_stats(*operands, True, True, want_entropy=True, want_top=kind == "entropy_and_top")
         options |= {"entropy": meta(rows), "g_entropy": meta(rows)}
@@ -199,6 +204,7 @@ CONFIGURATIONS = [
     *((90, dtype, rows, "entropy_and_top") for dtype, rows in ((BF16, 1), (FP16, 64), (BF16, 16384), (FP32, 16384))),
     *((90, dtype, rows, "entropy") for dtype, rows in ((BF16, 1), (FP16, 64), (BF16, 16384))),
     *((100, BF16, 16384, kind) for kind in ("entropy", "entropy_and_top")),
+    *((90, dtype, 16384, "stored") for dtype in (BF16, FP16)),
 ]
 
 
@@ -216,11 +222,13 @@ def test_compiles(
         machine = machine._replace(takes_turns=False)
     launches = record(monkeypatch, machine, dtype, rows, kind)
     names = {launch.kernel.__name__ for launch in launches}
-    assert {"stats_kernel", "merge_kernel", "dlogits_kernel"} <= names
+    assert {"stats_kernel", "merge_kernel"} <= names
     described_way = machine.generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
-    assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == described_way
+    made = described_way and kind != "stored"  # gradients, by kernels on descriptors
+    assert ("dlogits_kernel" in names) == (kind != "stored")
+    assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == made
     has_entropy = kind.startswith("entropy")
-    assert ("exponentials_kernel" in names) == (described_way and dtype == BF16 and not has_entropy)
+    assert ("exponentials_kernel" in names) == (made and dtype == BF16 and not has_entropy)
     for launch in launches:
         compiled = compile_ahead(launch, capability)
         assert compiled.asm["cubin"][:4] == b"\x7fELF"

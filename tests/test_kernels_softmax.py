@@ -117,6 +117,35 @@ def softmax_of_even_sizes(dtype: torch.dtype) -> None:
 
 
 @case(each_dtype=True)
+def softmax_of_own_products(dtype: torch.dtype) -> None:
+    with own_products():
+        check_softmax(head(*sizes((333, 512, 8192), (37, 32, 128)), dtype))
+        check_softmax(head(*sizes((200, 4096, 5016), (37, 32, 136)), dtype), scale=-1.5, results=(dtype,))
+        x, w, b = head(*sizes((300, 64, 1032), (20, 32, 72)), dtype)
+        check_softmax((x, w.t().contiguous().t(), None), results=(dtype,))
+        for first in (-inf, inf, nan):
+            b[:8] = first
+            for log in (False, True):
+                out = softmax_cuda.linear_softmax(x, w, b, 1.0, log, dtype)
+                want = F.linear(x, w, b).log_softmax(1) if log else F.linear(x, w, b).softmax(1)
+                torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-3, equal_nan=True)
+
+
+@contextlib.contextmanager
+def own_products() -> Iterator[None]:
+    """However few entries, and a chunk for each block of rows."""
+    from fxfuse.kernels.hopper.launch import statistics
+    from fxfuse.ops import hopper  # both import Triton
+
+    kept = hopper.LEAST_STORED, statistics.STATS_BYTES
+    try:
+        hopper.LEAST_STORED = statistics.STATS_BYTES = 0
+        yield
+    finally:
+        hopper.LEAST_STORED, statistics.STATS_BYTES = kept
+
+
+@case(each_dtype=True)
 def softmax_of_one_long_row(dtype: torch.dtype) -> None:
     check_softmax(head(*sizes((1, 64, 1_000_003), (1, 24, 1003)), dtype), floor=1e-5)
 
@@ -311,7 +340,11 @@ def check_capture(run: Any) -> None:
 
 @case(gpu_only=True)
 def softmax_past_31_bits() -> None:
-    rows, hidden, vocab = 2200, 64, 1_000_003
+    for vocab in (1_000_003, 1_000_000):  # products by cuBLAS, and our own
+        _past_31_bits(2200, 64, vocab)
+
+
+def _past_31_bits(rows: int, hidden: int, vocab: int) -> None:
     x, w, b = head(rows, hidden, vocab, torch.bfloat16)
     out = softmax_cuda.linear_softmax(x, w, b, 1.0, True, torch.bfloat16)
     assert out.numel() > 2**31

@@ -251,13 +251,22 @@ def row_stats(product: Tensor, bias: Tensor | None, scale: float, transform: str
     return merge(*parts.unbind())
 
 
-def write_softmax(out: Tensor, product: Tensor, bias: Tensor | None, scale: float, transform: str, log: bool) -> None:
+def write_softmax(
+    out: Tensor,
+    product: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    residual: Tensor,
+    scale: float,
+    transform: str,
+    log: bool,
+) -> None:
     """Write the softmax of logits, or its logarithm, into ``out [N, V]``, which may be the ``product`` of them.
 
-    Both (float32 or of 16 bits) and ``bias [V]`` are contiguous. N is not 0.
+    Both (float32 or of 16 bits) and ``bias [V]`` are contiguous. ``lse`` and ``residual [N]`` are as ``row_stats`` has
+    them. N is not 0.
     """
     rows, vocab = out.shape
-    lse, residual = row_stats(product, bias, scale, transform)
     length = block(out.device)
     normalise_kernel[(rows * triton.cdiv(vocab, length),)](
         out, product, bias, lse, residual, scale, vocab, TRANSFORM=transform, LOG=log, BLOCK=length, **OPTIONS

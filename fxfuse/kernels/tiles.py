@@ -103,6 +103,7 @@ DESCRIBED: dict[str, tuple[Tile, ...]] = {
 TAKING_TURNS: dict[str, Tile] = {
     "stats": Tile(128, 128, 64, 4, 6, takes_turns=True),
     "d_weight": Tile(128, 128, 64, 4, 5, takes_turns=True),
+    "stored": Tile(128, 128, 64, 4, 5, takes_turns=True),
     "exponentials": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
     "dlogits": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
 }
@@ -139,7 +140,7 @@ def described(kernel: str, input: Tensor, turns: bool = True) -> Tile:
     if machine(input.device).generation == "interpreter":
         return INTERPRETED
     rows, hidden = input.shape
-    if turns and machine(input.device).takes_turns and kernel in TAKING_TURNS and rows > 64:
+    if turns and takes_turns(kernel, input):
         return TOGETHER if kernel == "d_weight" and hidden >= MANY_HIDDEN else TAKING_TURNS[kernel]
     if kernel == "d_input":
         # The last tile of the hidden units should not be half empty.
@@ -148,6 +149,11 @@ def described(kernel: str, input: Tensor, turns: bool = True) -> Tile:
         return SHARED
     choices = DESCRIBED[kernel]
     return next((choice for choice in choices if choice.rows >= rows), choices[-1])
+
+
+def takes_turns(kernel: str, input: Tensor) -> bool:
+    """Whether a kernel is used for such hidden states in which warpgroups take turns."""
+    return machine(input.device).takes_turns and kernel in TAKING_TURNS and input.shape[0] > 64
 
 
 def loads_vectors(matrix: Tensor) -> bool:

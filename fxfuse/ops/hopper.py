@@ -31,7 +31,9 @@ __all__ = [
     "linear_stats",
     "linear_stats_backward",
     "loss_and_exponentials",
+    "products",
     "suits_exponentials",
+    "suits_products",
     "takes",
 ]
 
@@ -43,6 +45,9 @@ WINDOW_BYTES = 256 << 20
 # Within little memory: classes of a window that rows are not cut for, and sizes that no bound goes below.
 WIDE_WINDOW, LEAST_CLASSES, LEAST_ROWS = 4096, 1024, 1024
 SMALL_BYTES = 4 << 20
+# Entries of products from which on storing them ourselves costs a host that is waited for no more than a pass over them
+# for their statistics costs the device.
+LEAST_STORED = 1 << 29
 
 
 # --- gradients ------------------------------------------------------------------------------------------------
@@ -252,6 +257,23 @@ def _begin(out: Tensor, terms: int) -> Sum:
     """A gradient to be added up of so many products."""
     split = terms > 1 and out.element_size() == 2 and out.numel() > 0
     return Sum(out, torch.empty_like(out, dtype=torch.int8) if split else None)
+
+
+# --- products -------------------------------------------------------------------------------------------------
+
+
+def suits_products(call: Call, out: Tensor) -> bool:
+    """Whether ``products`` can write to ``out [N, V]``, and takes less time than cuBLAS and a pass for statistics."""
+    on_vectors = out.data_ptr() % 16 == 0 and out.stride(0) * out.element_size() % 16 == 0
+    faster = out.device.type == "cpu" or (tiles.takes_turns("stored", call.input) and out.numel() >= LEAST_STORED)
+    return on_vectors and faster and out.dtype == call.input.dtype
+
+
+def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Write ``input @ weight.T`` to ``out``; return ``lse`` and ``residual [N]`` of logits that are made of that."""
+    stats = call.no_stats(False, together=True)
+    call.stats(call.every_row(), stats, stored=out)
+    return stats.lse, stats.residual
 
 
 # --- the ops --------------------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""``linear_softmax`` on a GPU: Triton for the softmax and its gradient, cuBLAS for the products.
+"""``linear_softmax`` on a GPU: Triton for the softmax and its gradient, cuBLAS for most products.
 
-The products are stored where the result is to be; one pass over them takes the statistics, and one makes the softmax
-of them. (A product of our own, with the statistics in its epilogue, took 1.56 products at 8192 × 4096 × 128256 in
-bfloat16 on an H200, Inductor's three steps 1.18.) The backward takes the sums of each row, and then goes window by
-window as ``cuda`` does. float64, and GPUs without Triton, take ``softmax``'s way. On CPU tensors the same code runs
-under Triton's interpreter.
+The products are stored where the result is to be, and one pass makes the softmax of them. The statistics come from the
+epilogue of our own product where that is the faster way (``hopper.suits_products``), else from a pass over cuBLAS's.
+The backward takes the sums of each row, and then goes window by window as ``cuda`` does. float64, and GPUs without
+Triton, take ``softmax``'s way. On CPU tensors the same code runs under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -33,17 +32,23 @@ def linear_softmax(
 ) -> Tensor:
     if not cuda._has_kernels(input, weight) or dtype == torch.float64:
         return linear_softmax_chunked(input, weight, bias, scale, log, dtype, transform=transform, memory=memory)
-    from ..kernels.softmax import write_softmax
+    from ..kernels.softmax import row_stats, write_softmax
 
-    decode(transform)  # which raises where it is none
+    head = cuda._Head.of(
+        input, weight, bias, input.new_empty((input.shape[0], 0), dtype=torch.int64), None, scale, transform
+    )
     out = input.new_empty((input.shape[0], weight.shape[0]), dtype=dtype)
     if out.numel():
         with cuda._current(input.device):
             # Statistics of other logits than these, unrounded ones, could make probabilities add up to more than one.
             in_place = out.dtype in (input.dtype, torch.float32)
             product = out if in_place else torch.empty_like(out, dtype=torch.float32)
-            cuda._product(input, weight.t(), product)
-            write_softmax(out, product, cuda._contiguous(bias), float(scale), transform, log)
+            if head.is_described() and cuda._hopper().suits_products(head.call(), product):
+                lse, residual = cuda._hopper().products(head.call(), product)
+            else:
+                cuda._product(input, weight.t(), product)
+                lse, residual = row_stats(product, head.bias, head.scale, transform)
+            write_softmax(out, product, head.bias, lse, residual, head.scale, transform, log)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Row statistics of a chunk of listed rows, from logits that are never stored: a fused product, then a merge.
+"""Row statistics of a chunk of listed rows, from logits that need not be stored: a fused product, then a merge.
 
 Each program walks a lane of the vocabulary for a block of rows and keeps, per row, the maximum m and the sum s of
 exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The lanes of a row are merged by rescaling each s to the
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..stats import LAST, finite_or_zero, first_best, rescale, rescaled_moment
-from .schedule import LOG2E, chunk_bounds, exponent, log_of_sum, logits_of, product_tile
+from .schedule import LOG2E, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
 
 
 @triton.jit
@@ -58,6 +58,7 @@ def online(z, m, s, t, argmax, col, vocab, EVEN_VOCAB: tl.constexpr, MOMENT: tl.
 def stats_kernel(
     x,  # descriptor of [most, D]
     w,  # descriptor of [V, D], or of [D, V] if TRANSPOSED
+    stored,  # descriptor of [N, V], out, or None: the products, from which logits are then made as they are stored
     bias,  # [V] or None
     length,  # [1] int32
     class_weight,  # [V] or None
@@ -83,7 +84,7 @@ def stats_kernel(
     ROWS: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    _, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     row_blocks, lanes = lanes_of(rows, programs, BM)
     columns = tl.cdiv(vocab, BN)
     row_block, lane = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
@@ -99,6 +100,12 @@ def stats_kernel(
         tile_col = column * BN
         col = tile_col + tl.arange(0, BN)
         z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
+        if stored is not None:
+            z = z.to(stored.dtype)
+            left, right = left_and_right(z, BM, BN)
+            stored.store([start + tile_row, tile_col], left)
+            stored.store([start + tile_row, tile_col + BN // 2], right)
+            z = z.to(tl.float32)
         z, _slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
         if part_class_sum is not None:
             class_sum += class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)

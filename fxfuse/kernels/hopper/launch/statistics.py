@@ -29,8 +29,8 @@ class Statistics(Lists):
         even = next(b for b in range(min(blocks, programs), 0, -1) if programs % b == 0)
         return self.whole_blocks(min(even, needed) * tile.rows)
 
-    def stats(self, listed: Listed, out: Stats) -> None:
-        """The statistics of the listed rows."""
+    def stats(self, listed: Listed, out: Stats, stored: Tensor | None = None) -> None:
+        """The statistics of the listed rows; see ``stats_of``."""
         rows = self.cut(listed, self.stats_chunk())
         self.pick(listed, out.picked)
         gathered = self.empty(rows.most, self.hidden, dtype=self.input.dtype)
@@ -43,10 +43,15 @@ class Statistics(Lists):
             in_tiles = dataclasses.replace(out, class_sum=self.empty(0))
         for chunk in range(rows.chunks):
             self.gather(rows, chunk, gathered, row_sum=row_sum, bias_sum=bias_sum, class_sum=out.class_sum)
-            self.stats_of(rows, chunk, gathered, in_tiles)
+            self.stats_of(rows, chunk, gathered, in_tiles, stored)
 
-    def stats_of(self, rows: Rows, chunk: int, gathered: Tensor, out: Stats) -> None:
-        tile = tiles.described("stats", self.input)
+    def stats_of(self, rows: Rows, chunk: int, gathered: Tensor, out: Stats, stored: Tensor | None = None) -> None:
+        """The statistics of a chunk.
+
+        Its products are written to ``stored [N, V]``, if that is given: in the dtype of the operands, each row on 16
+        bytes, and every row must be listed, in order. Logits are then made of what is written there.
+        """
+        tile = tiles.described("stats" if stored is None else "stored", self.input)
         most = rows.most
         programs = max(self.programs * tile.slots, most // tile.rows)
         each = 2 if tile.takes_turns else 1  # parts that a program makes
@@ -62,6 +67,7 @@ class Statistics(Lists):
             (programs,),
             describe(gathered, tile, tile.rows, tile.hidden),
             self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
+            None if stored is None else describe(stored, tile, tile.rows, tile.vocab // 2),
             self.bias,
             rows.length,
             self.class_weight,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..schedule import chunk_bounds, logits_of
 from ..stats import class_sum_of, lanes_of, online
+from .exponentials import store_half
 from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
 
 
@@ -66,10 +68,10 @@ def _see(
 
 @gluon.jit
 def _walk(
-    bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, chunk, most, vocab,
-    hidden, programs, x_tiles, w_tiles, full, empty, turn, WARPGROUP: gl.constexpr, SCALED: gl.constexpr,
-    TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
+    stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, chunk,
+    most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, WARPGROUP: gl.constexpr,
+    SCALED: gl.constexpr, TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -87,6 +89,14 @@ def _walk(
             WARPGROUP, STAGES,
         )  # fmt: skip
         round += 1  # noqa: SIM113
+        if stored is not None:
+            start, _rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+            z = z.to(stored.dtype).to(gl.float32)
+            for i in gl.static_range(2):
+                store_half(
+                    stored, half(z, i == 1), staged.index(2 * WARPGROUP + i), start + row_block * BLOCK,
+                    column * BLOCK + i * (BLOCK // 2),
+                )  # fmt: skip
         # What is more than a sum needs registers: by halves, which takes twice the reductions over columns.
         HALVES: gl.constexpr = 1 if TRANSFORM == "" and part_moment is None and part_argmax is None else 2
         for i in gl.static_range(HALVES):
@@ -99,6 +109,8 @@ def _walk(
                 part_argmax is not None,
             )  # fmt: skip
 
+    if stored is not None:
+        tma.store_wait(0)
     # Two parts a lane: this warpgroup's is one of them.
     part = ((row_block * lanes + lane) * 2 + WARPGROUP) * BLOCK + gl.arange(0, BLOCK, layout=by_row)
     some = part < gl.where(columns > 0, 2 * BLOCK * programs, 0)
@@ -116,6 +128,7 @@ def _walk(
 def stats_kernel(
     x,  # descriptor of [most, D] in blocks [128, BK]
     w,  # descriptor of [V, D] in blocks [128, BK], or of [D, V] in [BK, 128] if TRANSPOSED
+    stored,  # descriptor of [N, V] in blocks [128, 64], out, or None
     bias,
     length,
     class_weight,
@@ -139,17 +152,20 @@ def stats_kernel(
     ROWS: gl.constexpr,
 ):
     x_tiles, w_tiles, full, empty, turn = ring_of_logits(x, w, BK, STAGES)
+    staged = x_tiles  # which is not looked at
+    if stored is not None:
+        staged = gl.allocate_shared_memory(stored.dtype, [4, BLOCK, BLOCK // 2], stored.layout)
     gl.warp_specialize(
         [
             (_walk, (
-                bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, chunk,
-                most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, 0, SCALED, TRANSFORM, TRANSPOSED,
-                EVEN_VOCAB, BK, STAGES, ROWS,
+                stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale,
+                chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 0, SCALED, TRANSFORM,
+                TRANSPOSED, EVEN_VOCAB, BK, STAGES, ROWS,
             )),
             (_walk, (
-                bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, chunk,
-                most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, 1, SCALED, TRANSFORM, TRANSPOSED,
-                EVEN_VOCAB, BK, STAGES, ROWS,
+                stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale,
+                chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 1, SCALED, TRANSFORM,
+                TRANSPOSED, EVEN_VOCAB, BK, STAGES, ROWS,
             )),
             (_load, (
                 x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
