@@ -142,6 +142,8 @@ class Analysis:
             self._returned(node)
         elif len(values) == 1 and isinstance(values[0], ClassTensor) and _is_size_of(node, values[0]):
             self._owner_of(values[0]).sizes.append((node, values[0]))
+        elif len(values) == 1 and _is_unused_size(node):
+            self._owner_of(values[0]).derived += (node, *node.users)
         elif values:
             self._use(node, values)
         if node.op in ("call_function", "call_method"):
@@ -305,12 +307,13 @@ class Analysis:
         candidate = self._owner_of(values[0])
         # Under another grad mode values change and gradients do not.
         same_mode = self.timeline.region[node] == self.timeline.region[candidate.node]
-        if not _fills_memory(target) or not same_mode or len(values) > 1:
-            call.keep("mutated")
         memory = storages(target)
         # What nothing uses from here on may stay what it was: each edit leaves a view that the next need not tell.
         used = (known for known in self._values if self.timeline.is_used_after(known, node))
-        views = [known for known in (target, *used) if storages(known) & memory]
+        views = list(dict.fromkeys(known for known in (target, *used) if storages(known) & memory))
+        # A part of memory may be written to as a whole if nothing else is seen of the rest.
+        if not (_fills_memory(target) or views == [target]) or not same_mode or len(values) > 1:
+            call.keep("mutated")
         by_numbers = all(arg is None or isinstance(arg, (int, float)) for arg in node.args[1:])
         become: dict[Node, Any] = {}
         whole: Any = self._values[target]
@@ -463,6 +466,14 @@ def _is_size_of(node: Node, value: ClassTensor) -> bool:
     """Whether a node is a number of rows of ``value``, which Dynamo asks for where a mask has selected them."""
     rows = [axis for axis in range(len(value.shape)) if axis != value.class_dim]
     return node.target is torch.ops.aten.sym_size.int and node.args[1] in rows
+
+
+def _is_unused_size(node: Node) -> bool:
+    """Whether a node asks for sizes that nothing takes: Dynamo puts symbols in their place, but in checkpointed bodies
+    leaves the question.
+    """
+    unused = all(user.target is operator.getitem and not user.users for user in node.users)
+    return node.op == "call_method" and node.target == "size" and unused
 
 
 def _adds_axes(node: Node) -> bool:

@@ -242,6 +242,8 @@ def _assign(emit: Emit, weight: Handle, bias: Handle, classes: Any, value: float
     example = emit.example(weight)
     everything = emit(torch.arange, example.shape[0], device=example.device)
     none = emit(torch.zeros_like, everything, dtype=torch.bool)
+    if not isinstance(classes, (list, slice)):
+        classes = emit(torch.reshape, classes, (-1,))  # a tensor of one number, as an index, would be read
     mask = emit(torch.index_fill, none, 0, emit(getitem, everything, classes), True)
     return _fill(emit, weight, bias, mask, value, elsewhere=False)
 

@@ -193,6 +193,18 @@ def _einsum_classes_not_last(s: World) -> Any:
     return a, b, c, torch.einsum("vd,bds->bvs", s.w, s.x.mT).softmax(1).amax(1).detach()
 
 
+def _einsum_in_short(s: World) -> Any:
+    a = ce(torch.einsum("...d,vd->...v", s.x, s.w), s.y)
+    b = torch.einsum("btd,vd", s.x, s.w).logsumexp(-1)
+    c = torch.einsum("dv, ...d", s.w.t(), s.x).log_softmax(-1).gather(-1, s.y[..., None])
+    return a, b, c, torch.einsum("v...,b...->bv", s.w, s.x[:, 0]).logsumexp(-1)
+
+
+def _tensordot(s: World) -> Any:
+    z = torch.tensordot(s.x, s.w, ([-1], [1]))
+    return ce(z, s.y), torch.tensordot(s.x, s.w.t(), 1).logsumexp(-1), torch.inner(s.x, s.w).max(-1).values
+
+
 def _two_heads(s: World) -> Any:
     return ce(s.z, s.y) + ce(F.linear(s.x, s.w * 2), s.y)
 
@@ -210,6 +222,28 @@ def _checkpointed(s: World) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(lambda x, w, y: ce(F.linear(x, w), y), s.x, s.w, s.y, use_reentrant=False)
+
+
+def _checkpointed_sizes(s: World) -> Any:
+    """Whose sizes Dynamo asks for even if it knows symbols for them."""
+    from torch.utils.checkpoint import checkpoint
+
+    def flat(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.linear(x, w)
+        batch, time, vocab = z.shape
+        return F.cross_entropy(z.view(-1, z.shape[-1]), y.view(-1)) + z.view(batch * time, vocab).logsumexp(-1).mean()
+
+    return checkpoint(flat, s.x, s.w, s.y, use_reentrant=False)
+
+
+def _checkpointed_distillation(s: World) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    def divergence(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        target = F.linear(x, w, b).softmax(-1)
+        return F.kl_div(F.linear(x, w).log_softmax(-1), target, reduction="batchmean")
+
+    return checkpoint(divergence, s.x, s.w, s.b, use_reentrant=False)
 
 
 def _tied(s: World) -> Any:
@@ -259,6 +293,32 @@ def _assigned_classes(s: World) -> Any:
     w[:, :, [1, 3, -2]] = float("-inf")
     v[:, s.y[0]] = -30.0
     return ce(z, s.y), w.logsumexp(-1), w.softmax(-1).gather(-1, 0 * s.y[..., None]), F.cross_entropy(v, s.masked)
+
+
+def _assigned_one_by_one(s: World) -> Any:
+    z, w, v, u = s.z, s.zb, s.z * 2, s.zb.mT
+    z[:, :, 3] = float("-inf")
+    w[..., s.c > 0.6] = -1e4
+    v.index_fill_(-1, s.y[0], -20.0)
+    u = u.index_fill(1, s.y[0, 0], 5.0)
+    u[:, -2] = -3.0
+    return z.logsumexp(-1), ce(w, s.y), ce(v, s.masked), F.cross_entropy(u, s.y)
+
+
+def _less_logits(s: World) -> Any:
+    """What is not logits less logits."""
+    z = s.z
+    a = ce(1.0 - z, s.y), (s.b - 2 * z).logsumexp(-1), torch.rsub(z, s.x[..., :1]).logsumexp(-1)
+    return *a, _rows(z.logsumexp(-1, keepdim=True) - z, s.y), 2 - z.log_softmax(-1).sum(-1)
+
+
+def _in_place_on_a_part(s: World) -> Any:
+    """Of memory of which nothing else is read."""
+    z, v = s.z[:, :-1], s.zb[..., 1:-3]
+    z /= 0.7
+    z.mul_(s.b[0])
+    v *= 2
+    return ce(z, s.y[:, 1:]), v.logsumexp(-1)
 
 
 def _temperatures(s: World) -> Any:
@@ -610,6 +670,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "one_row": lambda s: F.cross_entropy(F.linear(s.x[0, 0], s.w), s.y[0, 0]),
     "einsum": lambda s: ce(torch.einsum("btd,vd->btv", s.x, s.w), s.y),
     "einsum_weight_first": lambda s: ce(torch.einsum("dv, btd -> btv", s.w.t(), s.x), s.y),
+    "einsum_in_short": _einsum_in_short,
+    "tensordot": _tensordot,
     "weight_first": _weight_first,
     "einsum_classes_not_last": _einsum_classes_not_last,
     "computed_weight": lambda s: ce(
@@ -625,6 +687,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "vocabulary_slice": _vocabulary_slice,
     "vocabulary_mask": _vocabulary_mask,
     "assigned_classes": _assigned_classes,
+    "assigned_one_by_one": _assigned_one_by_one,
+    "less_logits": _less_logits,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
     "temperatures_over_biases": _temperatures_over_biases,
@@ -779,6 +843,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "labels_mutated": _labels_mutated,
     "reader_result_mutated": _reader_result_mutated,
     "checkpointed": _checkpointed,
+    "checkpointed_sizes": _checkpointed_sizes,
+    "checkpointed_distillation": _checkpointed_distillation,
     "result_written_into_labels": _result_written_into_labels,
     "result_as_class_weight": _result_as_class_weight,
     "late_size": _late_size,
@@ -794,6 +860,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
 # Fused too, but only in a graph: at run time, where values are written or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "in_place_through_views": _in_place_through_views,
+    "in_place_on_a_part": _in_place_on_a_part,
     "one_hot": lambda s: -(F.one_hot(s.y, VOCAB) * s.z.log_softmax(-1)).sum(-1),
     "clamped_log_probs": lambda s: _rows(s.zb.log_softmax(-1).clamp(min=torch.finfo(s.x.dtype).min), s.y),
     "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),

@@ -247,7 +247,8 @@ def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ..
     nothing = (None,) * 6
     if g is None:
         return None, None, None, *nothing
-    operands, (c_class_sum, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    *operands, c_class_sum, e, gathered, factor, own, order, length, row_sum = ctx.saved_tensors
+    kept = e, gathered, factor, own, order, length, row_sum
     needs = ctx.needs_input_grad[:3]
     grads = linear_loss_exponentials_backward(*operands, ctx.scale, c_class_sum, g, *kept, *needs)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing

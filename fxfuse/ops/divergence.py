@@ -335,7 +335,8 @@ def _backward(
     ctx: Any, g_kl: Tensor | None, g_cross_entropy: Tensor | None, g_student_kl: Tensor | None, *_: None
 ) -> tuple[Any, ...]:
     refuse_second_order("linear_divergence")
-    student, teacher, out = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], ctx.saved_tensors[6:]
+    saved = ctx.saved_tensors  # once: a checkpoint computes them for each time that they are asked for, or refuses
+    student, teacher, out = saved[:3], saved[3:6], saved[6:]
     upstream = (g_kl, g_cross_entropy, g_student_kl)
     if all(g is None for g in upstream):
         return (None,) * 8

@@ -8,6 +8,7 @@ are not to be followed.
 from __future__ import annotations
 
 import operator
+import string
 from typing import Any
 
 import torch
@@ -27,6 +28,25 @@ def linear(call: Call, input: Any, weight: Any, bias: Any = None) -> Head | None
     if call.example(weight).dim() != 2:
         return None
     return _head(call, input, weight, bias, transposed=False)
+
+
+@head(torch.inner, "inner")
+def inner(call: Call, input: Any, other: Any) -> Head | None:
+    return linear(call, input, other)
+
+
+@head(torch.tensordot, like=lambda a, b, dims=2, out=None: None)
+def tensordot(call: Call, a: Any, b: Any, dims: Any = 2) -> Head | None:
+    """The last dimension of hidden states with either of a matrix."""
+    if call.example(b).dim() != 2:
+        return None
+    if dims == 1:
+        return _head(call, a, b, None, transposed=True)
+    if not (isinstance(dims, (tuple, list)) and len(dims) == 2 and all(isinstance(d, (tuple, list)) for d in dims)):
+        return None
+    if len(dims[0]) != 1 or len(dims[1]) != 1 or dims[0][0] % call.example(a).dim() != call.example(a).dim() - 1:
+        return None
+    return _head(call, a, b, None, transposed=dims[1][0] % 2 == 0)
 
 
 @head(torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__")
@@ -57,10 +77,10 @@ def einsum(call: Call, equation: Any, operands: Any) -> tuple[Head, ...]:
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2:
         return ()
-    terms, arrow, result = equation.replace(" ", "").partition("->")
-    first, comma, second = terms.partition(",")
-    if not arrow or not comma or "." in terms or "," in second or len(set(result)) != len(result):
+    spelled = _spelled_out(equation, [call.example(operand).dim() for operand in operands])
+    if spelled is None:
         return ()
+    first, second, result = spelled
     found: list[Head] = []
     for input, rows, weight, classes in ((*pair[0], *pair[1]) for pair in _orders(operands, (first, second))):
         shared = set(rows) & set(classes)
@@ -80,6 +100,32 @@ def einsum(call: Call, equation: Any, operands: Any) -> tuple[Head, ...]:
         elif _looks_like_one(head):
             found.append(head)
     return tuple(found)
+
+
+def _spelled_out(equation: str, dims: list[int]) -> tuple[str, str, str] | None:
+    """The letters of two operands of so many dimensions and of the result, as ``torch.einsum`` reads an equation."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    operands = terms.split(",")
+    if len(operands) != 2:
+        return None
+    unused = [letter for letter in string.ascii_letters if letter not in equation]
+    rest = max(dim - len(term.replace("...", "")) for term, dim in zip(operands, dims, strict=True))
+    rest = rest if "..." in terms else 0
+    if rest < 0:
+        return None
+    ellipsis = "".join(unused[len(unused) - rest :])
+    if not arrow:
+        letters = terms.replace("...", "").replace(",", "")
+        result = "..." * ("..." in terms) + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    spelled = []
+    for term, dim in zip(operands, dims, strict=True):
+        here = dim - len(term.replace("...", ""))
+        spelled.append(term.replace("...", ellipsis[rest - here :] if here > 0 else ""))
+    first, second = spelled
+    result = result.replace("...", ellipsis)
+    if "." in first + second + result or len(set(result)) != len(result):
+        return None
+    return first, second, result
 
 
 def _looks_like_one(head: Head) -> bool:

@@ -27,7 +27,7 @@ from ..algebra import (
     derive,
     of_classes,
 )
-from ..compat import same
+from ..compat import hint, same
 from ..replay import ClassOp, Extension, RowOp, RowShift
 from ..transform import Step, then
 from . import Call, rule
@@ -249,10 +249,12 @@ def add(call: Call, input: Any, other: Any) -> ClassTensor:
     return _shifted_by_tensor(call, input, other, 1.0)
 
 
-@rule(operator.sub, "__sub__", in_place=(operator.isub, "__isub__"))
+@rule(operator.sub, "__sub__", tracked=("input", "other"), in_place=(operator.isub, "__isub__"))
 @rule(torch.sub, torch.subtract, "sub", "subtract", like=lambda input, other, *, alpha=1: None,
-      in_place=("sub_", "subtract_"))  # fmt: skip
+      tracked=("input", "other"), in_place=("sub_", "subtract_"))  # fmt: skip
 def sub(call: Call, input: Any, other: Any) -> ClassTensor:
+    if isinstance(other, ClassTensor):
+        return _subtracted(call, input, other)
     if not isinstance(input, Logits):
         number = _known(call, input, other)
         return shifted(call, input, None if number is None else -number)
@@ -262,6 +264,22 @@ def sub(call: Call, input: Any, other: Any) -> ClassTensor:
     if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input):
         return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype))
     return _shifted_by_tensor(call, input, other, -1.0)
+
+
+@rule(torch.rsub, "__rsub__", like=lambda input, other, *, alpha=1: None)
+def rsub(call: Call, input: Any, other: Any) -> ClassTensor:
+    return _subtracted(call, other, input)
+
+
+def _subtracted(call: Call, minuend: Any, input: ClassTensor) -> ClassTensor:
+    """A number or a tensor less logits: these negated, and it added."""
+    if isinstance(minuend, ClassTensor):
+        call.keep("unknown_reader", f"{call.name} of logits by logits")
+    read = call.reader_of(minuend)
+    if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input):
+        return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype), factor=-1.0)
+    negative = replace(_scaled(call, input, -1.0), trail=input.trail)
+    return add(call, negative, minuend)
 
 
 # --- functions of one logit -------------------------------------------------------------------------------------
@@ -342,13 +360,25 @@ def setitem(call: Call, input: Any, index: Any, value: Any) -> ClassTensor:
     classes = listed_classes(index, input.class_dim, input.shape, call.example)
     if classes is None:
         call.keep("mutated", f"{call.name} of anything but some classes of every row")
-    named = replace(call, name="[…] = …")
-    return _filled(named, input, value, lambda number: ClassOp("assign", (classes, number), shifts=True))
+    return _assigned(replace(call, name="[…] = …"), input, classes, value)
+
+
+@rule(torch.index_fill, "index_fill", in_place=("index_fill_",))
+def index_fill(call: Call, input: Any, dim: Any, index: Any, value: Any) -> ClassTensor:
+    if dim % len(input.shape) != input.class_dim:
+        call.keep("class_dim", f"{call.name} along dim={dim}")
+    return _assigned(call, input, index, value)
+
+
+def _assigned(call: Call, input: Any, classes: Any, value: Any) -> ClassTensor:
+    if getattr(call.example(classes), "dtype", None) == torch.bool:
+        return _filled(call, input, value, lambda number: ClassOp("fill", (classes, number, False), shifts=True))
+    return _filled(call, input, value, lambda number: ClassOp("assign", (classes, number), shifts=True))
 
 
 def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Callable[[Any], Any]) -> Any:
-    """What ``index`` selects of the class axis, if it takes all of the others: a slice, a list of numbers or a tensor
-    of them. Else None.
+    """What ``index`` selects of the class axis, if it takes all of the others: a slice, a list of numbers, a tensor of
+    them or a mask. Else None.
     """
     dims, vocab = len(shape), shape[class_dim]
     entries = list(index) if isinstance(index, tuple) else [index]
@@ -363,12 +393,17 @@ def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Ca
     if isinstance(classes, slice):
         parts = (classes.start, classes.stop, classes.step)
         return classes if all(part is None or type(part) is int for part in parts) else None
+    if type(classes) is int:
+        classes = [classes]
     if isinstance(classes, list):
         known = isinstance(vocab, int) and all(type(one) is int and -vocab <= one < vocab for one in classes)
         return classes if known else None
     like = example(classes)
-    is_index = isinstance(like, torch.Tensor) and like.dtype == torch.int64 and like.dim() == 1
-    return classes if is_index else None
+    if not isinstance(like, torch.Tensor) or like.dim() != 1:
+        return None
+    # A mask of another length is an error, so that two symbols need not be known to be equal.
+    fits = like.dtype == torch.bool and hint(like.shape[0]) == hint(vocab)
+    return classes if like.dtype == torch.int64 or fits else None
 
 
 @rule(torch.masked_fill, "masked_fill", in_place=("masked_fill_",))
