@@ -98,11 +98,12 @@ class Reader:
         """Whether it shares no computation with others."""
         return isinstance(self, (Whole, Beside))
 
-    def is_normaliser_of(self, value: ClassTensor) -> bool:
-        """Whether it is of ``value`` that this returns what normalises it."""
+    def is_normaliser_of(self, value: ClassTensor, result: torch.Tensor) -> bool:
+        """Whether it is of ``value`` that this returns what normalises it, and of the ``result`` the same gradients."""
         mine = self.source
         same_kind = self.normalises and type(mine) is type(value) and mine.factor == value.factor
-        return same_kind and mine.has_logits_of(value) and mine.requires_grad == value.requires_grad
+        same_grad = mine.requires_grad == value.requires_grad or not result.requires_grad
+        return same_kind and mine.has_logits_of(value) and same_grad
 
     @property
     def pattern(self) -> str:

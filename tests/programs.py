@@ -255,6 +255,14 @@ def _module_loss(s: World) -> Any:
     return loss(s.zb.flatten(0, 1), s.y.flatten())
 
 
+def _no_grad_entropy(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        entropy = torch.distributions.Categorical(logits=z, validate_args=False).entropy()
+        lp = z - z.logsumexp(-1, keepdim=True)
+    return ce(z, s.y), entropy, _rows(lp, s.y)
+
+
 def _no_grad_dropout(s: World) -> Any:
     with torch.no_grad():
         h = F.dropout(s.x, 0.0)  # s.x itself, which its example value does not tell
@@ -838,6 +846,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "weighed_by_another": lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1),
     # surroundings
     "no_grad_head": _no_grad_head,
+    "no_grad_entropy": _no_grad_entropy,
     "no_grad_dropout": _no_grad_dropout,
     "no_grad_reader": _no_grad_reader,
     "labels_mutated": _labels_mutated,

@@ -220,7 +220,7 @@ def cut_off(call: Call, outcome: Outcome) -> Outcome:
         call.keep("mutated", "something, while a view of them that was made under no_grad is used,")
     if has_gradient:
         if not source.requires_grad:
-            call.keep("unknown_reader", f"{call.name}, with gradients on, of a view that was made under no_grad,")
+            call.keep("unknown_reader", f"{call.name}, with a gradient, of logits without one,")
         return outcome
     source = replace(source, requires_grad=False)
     return replace(outcome, source=source) if isinstance(outcome, Reader) else source

@@ -220,7 +220,7 @@ def _of_one_class(call: Call, input: Any, other: Any, hot: Any) -> ClassTensor:
 def div(call: Call, input: Any, other: Any) -> ClassTensor:
     number = _known(call, input, other)
     read = call.reader_of(other) if number is None else None
-    if isinstance(input, Exponentials) and read is not None and read.is_normaliser_of(input):
+    if isinstance(input, Exponentials) and read is not None and read.is_normaliser_of(input, call.out):
         dtype = converted(call, input, call.out.dtype)
         return become(Probs, input, call.name, dtype=dtype, factor=1.0)
     if number is None:
@@ -261,7 +261,7 @@ def sub(call: Call, input: Any, other: Any) -> ClassTensor:
     if _is_number(other):
         return _then(call, input, Step("add", -float(other)))
     read = call.reader_of(other)
-    if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input):
+    if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input, call.out):
         return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype))
     return _shifted_by_tensor(call, input, other, -1.0)
 
@@ -276,7 +276,7 @@ def _subtracted(call: Call, minuend: Any, input: ClassTensor) -> ClassTensor:
     if isinstance(minuend, ClassTensor):
         call.keep("unknown_reader", f"{call.name} of logits by logits")
     read = call.reader_of(minuend)
-    if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input):
+    if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input, call.out):
         return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype), factor=-1.0)
     negative = replace(_scaled(call, input, -1.0), trail=input.trail)
     return add(call, negative, minuend)
