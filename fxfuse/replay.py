@@ -287,6 +287,7 @@ LOW = -1e30
 
 CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "take": _take,
+    "select": _take,
     "scale": _scale,
     "scale_bias": _scale_bias,
     "shift": _shift,
@@ -295,4 +296,4 @@ CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "extend": _extend,
     "floor": _floor,
 }
-COPYING = frozenset(("scale", "fill", "assign", "extend"))
+COPYING = frozenset(("select", "scale", "fill", "assign", "extend"))

@@ -399,6 +399,13 @@ def _bias_of_the_program(s: World) -> Any:
     return ce(z * 3, s.y) + ce(s.c + s.zb, s.y, reduction="sum"), (s.z - s.b.view(1, 1, -1)).logsumexp(-1)
 
 
+def _selected_classes(s: World) -> Any:
+    """A few candidates, in a list and in a tensor, one of them twice."""
+    z, ids = s.zb, torch.tensor([4, 1, 4], device=s.y.device)
+    a = F.cross_entropy(z[:, :, [3, 7, -1]].flatten(0, 1), s.y.flatten() % 3)
+    return a, z[..., ids].logsumexp(-1), (z.mT / 2)[:, ids, 1:].softmax(1).gather(1, s.y[:, None, 1:] % 3)
+
+
 def _vocabulary_mask(s: World) -> Any:
     mask = s.c > 0.6
     y = torch.where(mask[s.y], 0, s.y) + 0 * s.y
@@ -694,6 +701,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "squeeze_all": lambda s: F.cross_entropy(s.z[:1, :, None].squeeze(), s.y[0]),
     "vocabulary_slice": _vocabulary_slice,
     "vocabulary_mask": _vocabulary_mask,
+    "selected_classes": _selected_classes,
     "assigned_classes": _assigned_classes,
     "assigned_one_by_one": _assigned_one_by_one,
     "less_logits": _less_logits,

@@ -205,18 +205,22 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
         entries += [slice(None)] * (dims - taken)
     axis, class_dim, place = 0, -1, 0  # of the input; of the class axis in the result; of the result
     advanced = False
-    classes: slice | None = None
+    classes: Any = None
     for i, entry in enumerate(entries):
         if entry is None:
             place += 1
             continue
         if axis == input.class_dim:
-            if _is_index(call, entry):
+            by_list = _is_list(call, entry) and all(
+                e is None or isinstance(e, slice) for e in entries if e is not entry
+            )
+            if _is_index(call, entry) and not by_list:
                 return _entries(call, input, entries)
-            if not isinstance(entry, slice) or not _is_constant(entry):
+            if not by_list and not (isinstance(entry, slice) and _is_constant(entry)):
                 call.keep("unknown_reader", "a selection of classes")
-            classes = None if _is_whole(entry, input.vocab) else entry
-            entries[i], class_dim = slice(None), place
+            classes = None if isinstance(entry, slice) and _is_whole(entry, input.vocab) else entry
+            entries[i] = entry = slice(None)
+            class_dim = place
         elif isinstance(entry, slice):
             if not all(part is None or _is_number(call, part) for part in (entry.start, entry.stop, entry.step)):
                 call.keep("unknown_reader", "a slice of the logits by a tensor")
@@ -243,10 +247,13 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
     return selected if classes is None else _taken(call, replace(selected, trail=input.trail), "[…]", classes)
 
 
-def _taken(call: Call, input: ClassTensor, name: str, classes: slice, **changes: Any) -> ClassTensor:
-    """Some of the classes of logits."""
+def _taken(call: Call, input: ClassTensor, name: str, classes: Any, **changes: Any) -> ClassTensor:
+    """Some of the classes of logits: those of a slice, a list or an index tensor."""
     if not isinstance(input, Logits):
         call.keep("unknown_reader", "a selection of classes of log-probabilities")
+    if not isinstance(classes, slice):
+        count = len(classes) if isinstance(classes, list) else call.example(classes).shape[0]
+        return of_classes(input, name, ClassOp("select", (classes,), count), **changes)
     count = len(range(*classes.indices(input.vocab)))
     if count == 0 or (classes.step or 1) < 1:
         call.keep("unknown_reader", "an empty selection of classes")
@@ -274,6 +281,13 @@ def _is_index(call: Call, entry: Any) -> bool:
         return False
     like = call.example(entry)
     return isinstance(like, torch.Tensor) and like.dtype == torch.int64 and like.dim() > 0
+
+
+def _is_list(call: Call, entry: Any) -> bool:
+    """Whether an entry of an index is a list of some indices."""
+    if isinstance(entry, list):
+        return bool(entry) and all(type(one) is int for one in entry)
+    return _is_index(call, entry) and call.example(entry).dim() == 1
 
 
 def _is_mask(call: Call, entry: Any) -> bool:
