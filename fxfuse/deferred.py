@@ -493,6 +493,7 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
     name = func.__name__
     function = getattr(Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1])
     entry = TABLE.get(function)
+    args = (_before_the_write(logits), *args[1:])
     result = NotImplemented if entry is None else _apply(entry, name, args, function, args, kwargs)
     if not isinstance(result, DeferredLogits) or result.dtype != logits.dtype or result.shape != logits.shape:
         return False
@@ -506,6 +507,15 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
     assert described is not None
     _describe(logits, described)
     return True
+
+
+def _before_the_write(logits: DeferredLogits) -> DeferredLogits:
+    """The same, for the gradient of a write that needs what was written to; writes to ``logits`` do not change it."""
+    with _deferring(shapes=False):
+        copy: Any = logits.clone()
+        copy._deferred = logits._deferred
+        copy._known_to_autograd = _to_autograd(copy)
+    return copy
 
 
 def _constant(argument: Any) -> float | None:

@@ -1472,3 +1472,23 @@ def _timed(f: Any, *args: Any) -> float:
     start = time.perf_counter()
     f(*args)
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    "write", [lambda z, s: z.div_(s.b[0].exp()), lambda z, s: z.mul_(s.b), lambda z, s: z.clamp_(-1, 1)]
+)
+def test_a_write_that_waits_and_one_that_does_not(write: Any) -> None:
+    """The gradient of the first needs what it wrote to, which the second changes."""
+
+    def program(s: World) -> Tensor:
+        z = s.z
+        write(z, s)
+        rows = z.unsqueeze(-1)
+        rows /= 2
+        return F.cross_entropy(rows.movedim(2, 1), s.y.unsqueeze(-1))
+
+    def outcome(s: World) -> tuple[Tensor, ...]:
+        loss = program(s)
+        return loss, *torch.autograd.grad(loss, s.leaves(), allow_unused=True)
+
+    torch.testing.assert_close(outcome(DeferredWorld.make()), outcome(World.make()))
