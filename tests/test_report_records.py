@@ -196,9 +196,11 @@ def test_a_chain_reads_as_the_program_is_written(name: str) -> None:
     assert site_of(read).chain == expected
 
 
+HEADS = ("linear", "matmul", "mm", "mv", "addmm", "einsum", "inner", "tensordot")
 # Programs that read what they made of logits together with something else that they made of them: two ways lead there.
 JOINED = (
     *("entropies", "entropy_as_a_metric", "metrics_of_all", "result_as_class_weight", "row_shifts"),
+    *("less_logits", "no_grad_entropy"),
     *("less_their_largest", "normalised_by_hand", "normalised_in_steps", "categorical", "categorical_of_a_mask"),
     *("probabilities_of_a_teacher", "jensen_shannon", "jensen_shannon_by_logaddexp", "jensen_shannon_of_probabilities"),
     *("skewed_divergence", "mixture_by_a_written_number", "weighed_by_another"),
@@ -233,7 +235,7 @@ def test_every_program_is_told(recwarn: pytest.WarningsRecorder) -> None:
             assert site.uses
             for use in site.uses:
                 first, *rest = use.chain.split(" → ")
-                assert first.partition("(")[0] in ("linear", "matmul", "mm", "mv", "addmm", "einsum")
+                assert first.partition("(")[0] in HEADS
                 assert rest
             if site.status == "fused":  # then the analysis, which proved it, says what was called
                 uses = {_functions(use.chain) for use in site.uses}
