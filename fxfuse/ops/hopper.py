@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..kernels import tiles
 from ..kernels.hopper.launch import Bad, Call, Classes, Listed, Rows, Stats, Sum, fits, takes
+from ..kernels.launcher import compiled_together
 from ..transform import decode, steepest
 from .contract import Upstream, normalisation, stash_dtype
 
@@ -269,6 +270,7 @@ def suits_products(call: Call, out: Tensor) -> bool:
     return on_vectors and faster and out.dtype == call.input.dtype
 
 
+@compiled_together
 def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
     """Write ``input @ weight.T`` to ``out``; return ``lse`` and ``residual [N]`` of logits that are made of that."""
     stats = call.no_stats(False, together=True)
@@ -279,6 +281,7 @@ def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
 # --- the ops --------------------------------------------------------------------------------------------------
 
 
+@compiled_together
 def linear_stats(call: Call, want_class_sum: bool, want_entropy: bool, want_top: bool, skip_unindexed: bool) -> Stats:
     listed = call.listed_by_flags((call.index >= 0).any(1).view(torch.int8)) if skip_unindexed else call.every_row()
     out = call.no_stats(want_class_sum, want_entropy, want_top)
@@ -286,6 +289,7 @@ def linear_stats(call: Call, want_class_sum: bool, want_entropy: bool, want_top:
     return out
 
 
+@compiled_together
 def linear_stats_backward(
     call: Call,
     lse: Tensor,
@@ -305,6 +309,7 @@ def linear_stats_backward(
     return grads.results(factors[1])
 
 
+@compiled_together
 def linear_loss(
     call: Call, c: Upstream, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -325,6 +330,7 @@ def linear_loss(
     return call.loss(stats, c), grads.results(undo)
 
 
+@compiled_together
 def loss_and_exponentials(call: Call, c: Upstream) -> tuple[Tensor, Kept]:
     """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
     listed, up = call.listed_by_coefficients(c)
@@ -335,6 +341,7 @@ def loss_and_exponentials(call: Call, c: Upstream) -> tuple[Tensor, Kept]:
     return call.loss(stats, c), made.kept
 
 
+@compiled_together
 def kept_gradients(
     call: Call,
     kept: Kept,

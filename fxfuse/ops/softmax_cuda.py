@@ -43,8 +43,9 @@ def linear_softmax(
             # Statistics of other logits than these, unrounded ones, could make probabilities add up to more than one.
             in_place = out.dtype in (input.dtype, torch.float32)
             product = out if in_place else torch.empty_like(out, dtype=torch.float32)
-            if head.is_described() and cuda._hopper().suits_products(head.call(), product):
-                lse, residual = cuda._hopper().products(head.call(), product)
+            call = head.call() if head.is_described() else None
+            if call is not None and cuda._hopper().suits_products(call, product):
+                lse, residual = cuda._hopper().products(call, product)
             else:
                 cuda._product(input, weight.t(), product)
                 lse, residual = row_stats(product, head.bias, head.scale, transform)

@@ -82,6 +82,8 @@ def _walk(
     t = gl.zeros([BLOCK], gl.float32, by_row)
     argmax = gl.zeros([BLOCK], gl.int32, by_row) + (lane + WARPGROUP * lanes) * BLOCK
     class_sum = gl.zeros([BLOCK], gl.float32, by_row)
+    if stored is not None:
+        start, _rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
     round = 0
     for column in range(lane + WARPGROUP * lanes, columns, 2 * lanes):
         z = multiply(
@@ -90,7 +92,6 @@ def _walk(
         )  # fmt: skip
         round += 1  # noqa: SIM113
         if stored is not None:
-            start, _rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
             z = z.to(stored.dtype).to(gl.float32)
             for i in gl.static_range(2):
                 store_half(
