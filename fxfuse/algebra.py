@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -209,24 +209,46 @@ class WeighedLogProbs(ClassTensor):
     """Log-probabilities times the probabilities, times a number."""
 
 
+class Entries(NamedTuple):
+    """``off`` everywhere, but ``on`` at one class of each row, the classes being along the last axis.
+
+    ``classes`` is the handle of these, int64 ``[*rows]`` or ``[*rows, 1]``; None if there are none.
+    """
+
+    off: float
+    on: float
+    classes: Handle = None
+
+    def classes_of_rows(self, emit: Emit, dims: int) -> Handle:
+        """The handle of the classes of a tensor of ``dims`` dimensions, ``[*rows, 1]``."""
+        has_axis = emit.example(self.classes).dim() == dims
+        return self.classes if has_axis else emit(torch.unsqueeze, self.classes, -1)
+
+
+def constant(number: float) -> Entries:
+    """The entries of a tensor that holds one number."""
+    return Entries(number, number)
+
+
 @dataclass(frozen=True)
-class OneOfEach(ClassTensor):
-    """Logits or log-probabilities times a one-hot tensor, times a number.
+class Targeted(ClassTensor):
+    """Logits or log-probabilities times targets, which are one number at the class of each row and another elsewhere,
+    times a number.
 
     Attributes:
         of: which of the two.
-        hot: the class of each row: the shape had no class axis when it was made, but ``axis`` was to be that.
-        axis, since: of the classes, and how many row operations had been done, when it was made.
+        targets: their entries. Their last axis was that of the classes, ``axis``, when the product was made.
+        axis, since: of the classes, and how many row operations had been done, then.
     """
 
     of: type[ClassTensor] = Logits
-    hot: Handle = None
+    targets: Entries = Entries(0.0, 0.0)  # noqa: RUF009 (immutable)
     axis: int = 0
     since: int = 0
 
     def index(self, emit: Emit) -> Handle:
         """The class of each row, in the shape of the tensor but with one class."""
-        handle = emit(torch.unsqueeze, self.hot, self.axis)
+        handle = self.targets.classes_of_rows(emit, self.axis + 1)
         for op in self.row_ops[self.since :]:
             handle = op.on_column(emit, handle)
         return handle

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from . import compat
 from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
+from .entries import entries_of
 from .escape import Escaped, chain_between
 from .mutation import Timeline, storages, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
@@ -271,7 +272,8 @@ class Analysis:
                 self.needed.setdefault(node, reason)
 
     def _call(self, node: Node, out: Any) -> Call:
-        return Call(function_name(node), out, example_of, location(node), self._reader_of, _constant, _classes_of)
+        entries = functools.partial(entries_of, place=node, timeline=self.timeline)
+        return Call(function_name(node), out, example_of, location(node), self._reader_of, entries)
 
     def _note(self, node: Node, outcome: Any, values: Sequence[_Value]) -> None:
         """Remember that ``node``, which is made of ``values``, is ``outcome``."""
@@ -435,19 +437,6 @@ def _may_hold_a_loss(node: Node) -> bool:
     return compat.is_higher_order(node.target) or "loss" in name or "cross_entropy" in name
 
 
-def _classes_of(handle: Any, vocab: int) -> Any:
-    """The node of which a node is the one-hot encoding, perhaps converted to another dtype."""
-    node = handle
-    while isinstance(node, Node) and function_name(node) in ("to", "float", "type", "double", "half", "bfloat16"):
-        node = node.args[0]
-    if not isinstance(node, Node) or node.target is not torch.nn.functional.one_hot or compat.version(example_of(node)):
-        return None
-    given = dict(zip(("tensor", "num_classes"), node.args, strict=False)) | node.kwargs
-    classes = given.get("tensor")
-    written = not isinstance(classes, Node) or compat.version(example_of(classes)) or compat.version(example_of(handle))
-    return None if written or given.get("num_classes") != vocab else classes
-
-
 def _is_part(node: Node) -> bool:
     """Whether a node is one of the several tensors that its first argument is."""
     several, index = node.args
@@ -486,42 +475,6 @@ def _adds_axes(node: Node) -> bool:
 
 def _same_shape(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(compat.same, a, b))
-
-
-# What functions of 0-d tensors do to the numbers in them.
-_OF_NUMBERS: dict[Any, Callable[..., float]] = {
-    spelling: function
-    for function, *spellings in (
-        (operator.neg, operator.neg, torch.neg, "neg"),
-        (operator.add, operator.add, torch.add, "add"),
-        (operator.sub, operator.sub, torch.sub, "sub"),
-        (operator.mul, operator.mul, torch.mul, "mul"),
-        (operator.truediv, operator.truediv, torch.div, "div"),
-        (math.exp, torch.exp, "exp"),
-        (math.log, torch.log, "log"),
-        (math.log1p, torch.log1p, "log1p"),
-    )
-    for spelling in spellings
-}
-
-
-def _constant(handle: Any) -> float | None:
-    """The number that a node holds which makes a tensor of it, or of numbers that such tensors hold."""
-    out = example_of(handle)
-    if not isinstance(handle, Node) or not isinstance(out, Tensor) or out.dim() > 0:
-        return None
-    if out.requires_grad or compat.version(out):
-        return None
-    args = [arg if isinstance(arg, (int, float)) else _constant(arg) for arg in handle.args]
-    if handle.target is torch.tensor and len(args) == 1 and args[0] is not None:
-        return float(torch.tensor(args[0], dtype=out.dtype, device="cpu"))
-    function = _OF_NUMBERS.get(_key(handle))
-    if function is None or handle.kwargs or None in args:
-        return None
-    try:
-        return function(*args)
-    except (ValueError, ArithmeticError):  # of numbers that it is not defined for
-        return None
 
 
 def _key(node: Node) -> Any:

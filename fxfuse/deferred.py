@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
-from .algebra import ClassTensor, Head, Logits, OfTwoHeads
+from .algebra import ClassTensor, Entries, Head, Logits, OfTwoHeads, constant
 from .eager import EMIT, dense, pull_back
 from .lazy import Described, Origin, State, parts_of
 from .operands import Operands
@@ -382,7 +382,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                 out = func(*args, **kwargs)
         else:
             out = _shape_of(func, args, kwargs)
-        call = Call(name, out, EMIT.example, reader_of=deferred[0]._deferred.origin.reader_of, constant=_constant)
+        call = Call(name, out, EMIT.example, reader_of=deferred[0]._deferred.origin.reader_of, entries_of=_entries)
         with torch._C.DisableTorchFunctionSubclass():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
@@ -518,10 +518,10 @@ def _before_the_write(logits: DeferredLogits) -> DeferredLogits:
     return copy
 
 
-def _constant(argument: Any) -> float | None:
+def _entries(argument: Any) -> Entries | None:
     """The number in a 0-d tensor, where reading it waits for nothing."""
     known = type(argument) is Tensor and argument.dim() == 0 and argument.is_cpu and not argument.requires_grad
-    return float(argument) if known else None
+    return constant(float(argument)) if known else None
 
 
 def _frozen(argument: Any) -> Any:

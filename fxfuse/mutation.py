@@ -161,6 +161,16 @@ class Timeline:
         found = (writer for position, writer, certain in self._writes_to(operand) if certain and position >= low)
         return next(found, None)
 
+    def is_written(self, operand: Node) -> bool:
+        """Whether anything in this graph may write to ``operand``."""
+        return any(self._writes_to(operand)) or self.unplaced_write(operand)
+
+    def writers(self, made: Node, before: Node) -> list[Node]:
+        """The nodes that may change what ``made`` returned before ``before`` runs, in order."""
+        first, last = self.position[made], self.position[before]
+        found = {node: position for position, node, _ in self._writes_to(made) if first < position < last}
+        return sorted(found, key=found.__getitem__)
+
     def _writes_to(self, operand: Node) -> Iterator[tuple[int, Node, bool]]:
         for key in storages(operand):
             yield from self._writes.get(key, ())

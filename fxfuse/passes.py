@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import ops
-from .algebra import ClassTensor, Comparison, Exponentials, Logits, LogProbs, OneOfEach, WeighedLogits
+from .algebra import ClassTensor, Comparison, Exponentials, Logits, LogProbs, Targeted, WeighedLogits
 from .ops.contract import acc_dtype
 from .ops.cuda import keeps_exponentials
 from .readers import Beside, Coefficients, Reader, Statistics, Whole, with_offset
@@ -225,7 +225,7 @@ def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None
     if shift is None:
         return reader.finish(emit, stats, index)
     nothing = emit(torch.sub, shift, shift)  # not a number where normalising what was shifted gives none
-    kind = source.of if isinstance(source, OneOfEach) else type(source)
+    kind = source.of if isinstance(source, Targeted) else type(source)
     kept = kind in (Logits, Exponentials, WeighedLogits)
     level = shift if kept else nothing
 

@@ -128,6 +128,23 @@ class Join(RowOp):
         return (head for part in parts for head in part.heads())
 
 
+@dataclass(frozen=True)
+class RowsAt(RowOp):
+    """``gather`` along an axis of the rows, of whole rows.
+
+    ``args`` are that axis, the index, which is the same for all classes, the class axis, and whether the index counts
+    on from the start where it passes the end.
+    """
+
+    def replay(self, emit: Emit, hidden_states: Handle, hidden: int) -> Handle:
+        dim, index, axis, wraps = self.args
+        sizes = [hidden if i == axis else -1 for i in range(emit.example(index).dim())]
+        index = emit(torch.narrow, index, axis, 0, 1)
+        if wraps:
+            index = emit(torch.remainder, index, emit(torch.Tensor.size, hidden_states, dim))
+        return emit(torch.gather, hidden_states, dim, emit(torch.Tensor.expand, index, sizes))
+
+
 def with_column(hidden: int) -> int:
     """The size of rows of ``hidden`` numbers with a column more: a multiple of 8, which kernels of products want."""
     return (hidden // 8 + 1) * 8

@@ -3,6 +3,9 @@
 A transform is a chain of steps, each a function of one number with at most one constant. It is written as text, in
 which form the ops take it, ``"tanh mul:30.0"``. Softcap as in Gemma 2 is that after a scale of 1/30.
 
+A step more, ``"masked:-inf"``, is what a mask of the vocabulary leaves of classes after other functions: logits that
+were -inf to begin with, as a bias makes them, become its number.
+
 To add a function: here, its Triton twin in ``kernels/transform.py``, and a rule for what programs call it.
 """
 
@@ -56,8 +59,20 @@ def _softsign(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
     return z * scale, lambda: scale * scale
 
 
+def _masked(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    return z, lambda: z.new_ones(())
+
+
 def _logsigmoid(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
     return torch.nn.functional.logsigmoid(z), lambda: (-z).sigmoid()
+
+
+MASKED = "masked"
+
+
+def _masks(transform: Transform, z: Tensor) -> Tensor | None:
+    """Where a mask is, if the transform has one."""
+    return z == -math.inf if any(step.name == MASKED for step in transform) else None
 
 
 class Function(NamedTuple):
@@ -78,6 +93,7 @@ FUNCTIONS = {
     "relu": Function(_relu, lambda _: 1.0, False),
     "softsign": Function(_softsign, lambda _: 1.0, False),
     "logsigmoid": Function(_logsigmoid, lambda _: 1.0, False),
+    MASKED: Function(_masked, lambda _: 1.0, True),  # of other numbers than -inf; see _masks
 }
 
 
@@ -122,15 +138,20 @@ def steepest(transform: Transform) -> float:
 
 def apply(transform: Transform, z: Tensor) -> Tensor:
     """The transform of each element of ``z``."""
+    masked = _masks(transform, z)
     for step in transform:
         z, _ = FUNCTIONS[step.name].of(z, step.number)
+        if masked is not None and step.name == MASKED:
+            z = z.masked_fill(masked, step.number)
     return z
 
 
 def apply_with_slope(transform: Transform, z: Tensor) -> tuple[Tensor, Tensor | None]:
     """The same, and its derivative there: of the shape of ``z``, or None for the identity."""
-    slope = None
+    slope, masked = None, _masks(transform, z)
     for step in transform:
         z, derivative = FUNCTIONS[step.name].of(z, step.number)
         slope = derivative() if slope is None else derivative() * slope
+        if masked is not None and step.name == MASKED:
+            z, slope = z.masked_fill(masked, step.number), slope.expand(z.shape).masked_fill(masked, 0.0)
     return z, None if slope is None else slope.expand(z.shape)

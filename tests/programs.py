@@ -634,6 +634,126 @@ def _all_log_probs_written(s: World) -> Any:
     return lp, other
 
 
+def _parts_of_the_vocabulary(s: World) -> Any:
+    a, b = s.zb.split([6, VOCAB - 6], -1)
+    c, d = s.z.chunk(2, dim=2)
+    e = s.zb.mT.tensor_split((4, 9), 1)
+    losses = F.cross_entropy(a.mT, s.y % 6) + F.cross_entropy(b.mT, s.y % 8)
+    return losses, c.logsumexp(-1) - d.logsumexp(-1), *(part.logsumexp(1) for part in e)
+
+
+def _masked_after_a_softcap(s: World) -> Any:
+    """By every form of mask, over biases of which one entry is -inf itself, and with more done to the logits after."""
+    mask = s.c > 0.6
+    mask[:2] = False
+    y = s.y % 2
+    z = 2 * torch.tanh(s.z / 2)
+    below = 3 * torch.sigmoid(-s.z + s.b.masked_fill(s.c < 0.1, -math.inf))
+    capped = (2 * torch.tanh(s.zb / -2)).masked_fill(mask, -math.inf)
+    capped = capped.masked_fill(s.c > 0.9, -math.inf) / 0.7
+    assigned = F.softsign(s.zb * 1)
+    assigned[..., 3:5] = -4.0
+    return (
+        ce(torch.where(mask, -1e4, z), s.y),
+        F.cross_entropy(below.masked_fill(mask, -5.0)[..., 1:].mT, y),
+        ce(capped, y),
+        (assigned * 2).mean(-1),
+    )
+
+
+def _rows_at(s: World) -> Any:
+    at = s.y[:, :3] % TIME
+    labels = s.y.gather(1, at)
+    picked = s.zb.gather(1, at[..., None].expand(-1, -1, VOCAB))
+    taken = s.z.log_softmax(-1).take_along_dim(at[..., None] - TIME, 1)
+    classes_first = s.z.mT.gather(2, at[:, None].expand(-1, VOCAB, -1))
+    return ce(picked, labels), _rows(taken, labels), classes_first.logsumexp(1), ce(s.z[:, [0, -1]], labels[:, 1:])
+
+
+def _repeated_rows(s: World) -> Any:
+    more = s.z[0].repeat(2, 3, 1) / 2
+    each = torch.repeat_interleave(s.zb, 2, dim=1)
+    return (
+        more.logsumexp(-1),
+        ce(each, s.y.repeat_interleave(2, 1)),
+        s.z.repeat_interleave(3, 0).log_softmax(-1).sum(-1),
+    )
+
+
+def _smoothed_by_scatter(s: World) -> Any:
+    """As tutorials and many repositories have it."""
+    log_probs = s.zb.flatten(0, 1).log_softmax(-1)
+    y = s.y.flatten()[:, None]
+    with torch.no_grad():
+        targets = torch.zeros_like(log_probs)
+        targets.fill_(0.1 / (VOCAB - 1))
+        targets.scatter_(1, y, 0.9)
+    once = torch.full_like(log_probs, 0.2 / (VOCAB - 1)).scatter(1, y, 1 - 0.2)
+    hot = torch.zeros(BATCH * TIME, VOCAB, dtype=s.x.dtype, device=s.x.device).scatter_(-1, index=y, value=1)
+    hot *= 2
+    return (
+        torch.mean(torch.sum(-targets * log_probs, dim=-1)),
+        -(once * log_probs).sum(1),
+        (s.z.flatten(0, 1) * hot).sum(-1),
+    )
+
+
+def _smoothed_by_one_hot(s: World) -> Any:
+    z = s.z
+    hot = F.one_hot(s.y, VOCAB).float().to(z.dtype)
+    smooth = hot * (1 - 0.1) + (1 - hot) * 0.1 / (VOCAB - 1)
+    by_ones = torch.zeros_like(z).scatter_(2, s.y[..., None], torch.ones_like(s.y[..., None], dtype=z.dtype))
+    eighth = F.one_hot(s.y, VOCAB) / 8 + torch.tensor(0.5, dtype=z.dtype, device=z.device)
+    return (
+        -(smooth * z.log_softmax(-1)).sum(-1).mean(),
+        (z * eighth)[:, 1:].mean(-1, keepdim=True),
+        (by_ones.sub_(0.25) * z).sum(),
+    )
+
+
+def _smoothed_divergence(s: World) -> Any:
+    log_probs = s.zb.log_softmax(-1)
+    targets = torch.full_like(log_probs, 0.1 / (VOCAB - 1)).scatter_(-1, s.y.unsqueeze(-1), 0.9)
+    hot = F.one_hot(s.y, VOCAB).to(s.x.dtype)
+    return (
+        F.kl_div(log_probs, targets, reduction="sum"),
+        F.kl_div(log_probs * 0.5, targets),
+        F.kl_div(s.z.log_softmax(-1), hot, reduction="batchmean"),
+        torch.nn.KLDivLoss(reduction="batchmean")(s.z[0].log_softmax(-1), hot[0] * 0.8 + 0.2 / VOCAB),
+    )
+
+
+def _smoothed_targets_of_cross_entropy(s: World) -> Any:
+    z, hot = s.zb.view(-1, VOCAB), F.one_hot(s.y.view(-1), VOCAB).to(s.x.dtype)
+    return (
+        F.cross_entropy(z, hot * 0.9 + 0.1 / VOCAB),
+        F.cross_entropy(z, hot, label_smoothing=0.2, reduction="sum"),
+        F.cross_entropy(s.z.view(-1, VOCAB), hot + 0.25, reduction="none"),
+    )
+
+
+def _targets_written_on(s: World) -> Any:
+    """Targets that are written to between their readers, and through a view, of which nothing is known then."""
+    log_probs, y = s.z.detach().log_softmax(-1), s.y[..., None]
+    targets = torch.zeros_like(log_probs).scatter_(2, y, 1.0)
+    before = (log_probs * targets).sum(-1)
+    targets.mul_(3)
+    after = (log_probs * targets).sum(-1)
+    targets[:, 1:].zero_()
+    viewed = (log_probs * targets).sum(-1)
+    return before, after, viewed, targets
+
+
+def _targets_of_some_rows(s: World) -> Any:
+    """An index with fewer rows than there are, and one whose classes are written to afterwards."""
+    log_probs = s.z.log_softmax(-1)
+    some = torch.zeros_like(log_probs).scatter_(2, s.y[:, :3, None], 1.0)
+    y = s.y[..., None] * 1
+    written = torch.zeros_like(log_probs).scatter_(2, y, 1.0)
+    y.zero_()
+    return (some * log_probs).sum(-1), (written * log_probs).sum(-1)
+
+
 def _largest(s: World) -> Any:
     z = s.zb
     values, classes = z.max(-1)
@@ -704,6 +824,10 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "selected_classes": _selected_classes,
     "assigned_classes": _assigned_classes,
     "assigned_one_by_one": _assigned_one_by_one,
+    "parts_of_the_vocabulary": _parts_of_the_vocabulary,
+    "masked_after_a_softcap": _masked_after_a_softcap,
+    "rows_at": _rows_at,
+    "repeated_rows": _repeated_rows,
     "less_logits": _less_logits,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
@@ -818,6 +942,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "mean_of_one_class": lambda s: -s.z[..., -1:].mean(),
     "metrics_of_all": lambda s: (lambda z: (z.mean(), z.detach().sum(), (z.softmax(-1) * z).sum(), ce(z, s.y)))(s.zb),
     "largest": _largest,
+    "largest_of_all": lambda s: (lambda z: (ce(z, s.y), z.detach().max(), z.detach().log_softmax(-1).amax()))(s.zb),
     "several_of_the_largest": _several_of_the_largest,
     "hits_among_the_largest": _hits_among_the_largest,
     "accuracy_beside": _accuracy_beside,
@@ -879,6 +1004,13 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "in_place_through_views": _in_place_through_views,
     "in_place_on_a_part": _in_place_on_a_part,
     "one_hot": lambda s: -(F.one_hot(s.y, VOCAB) * s.z.log_softmax(-1)).sum(-1),
+    "smoothed_by_scatter": _smoothed_by_scatter,
+    "smoothed_by_one_hot": _smoothed_by_one_hot,
+    "smoothed_divergence": _smoothed_divergence,
+    "smoothed_targets_of_cross_entropy": _smoothed_targets_of_cross_entropy,
+    "targets_written_on": _targets_written_on,
+    "targets_of_some_rows": _targets_of_some_rows,
+    "mask_by_a_full_tensor": lambda s: (lambda z: ce(torch.where(s.c > 0.6, torch.full_like(z, -9.0), z), s.y))(s.z),
     "clamped_log_probs": lambda s: _rows(s.zb.log_softmax(-1).clamp(min=torch.finfo(s.x.dtype).min), s.y),
     "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),
     "one_hot_logits": lambda s: (s.z * F.one_hot(s.y, num_classes=VOCAB)).transpose(0, 1).sum(dim=-1, keepdim=True),
@@ -1236,6 +1368,16 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "class_factor_of_a_row_shift": ("unknown_reader", lambda s: ((s.z + s.x[..., :1]) * s.b).logsumexp(-1)),
     "joined_row_shifts": ("unknown_reader", lambda s: torch.stack([s.z + s.x[..., :1]] * 2).logsumexp(-1)),
     "all_of_row_shifts_returned": ("returned", lambda s: s.z - s.x[..., :1]),
+    "masks_around_a_function": (
+        "unknown_reader",
+        lambda s: ((s.z.tanh().masked_fill(s.c > 0.6, -2.0)) * 2).masked_fill(s.c < 0.2, 1.0).logsumexp(-1),
+    ),
+    "mask_after_a_shift_of_a_bias": ("unknown_reader", lambda s: (s.zb + 1).masked_fill(s.c > 0.6, 2.0).logsumexp(-1)),
+    "repeated_vocabulary": ("unknown_reader", lambda s: s.z.repeat(1, 1, 2).logsumexp(-1)),
+    "single_entries_along_rows": (
+        "class_dim",
+        lambda s: s.z.gather(1, (s.y[:, :2, None] + torch.zeros_like(s.c, dtype=torch.int64)) % TIME).logsumexp(-1),
+    ),
     "tensor_after_a_softcap": ("unknown_reader", lambda s: ce(torch.tanh(s.z) * s.b[0], s.y)),
     "mask_of_entries": ("unknown_reader", lambda s: ce(s.z.masked_fill(s.x[..., :1] > s.c, -5.0), s.y)),
     "broadcast_logits": (

@@ -103,7 +103,7 @@ def record(
     )
     upstream = (meta(rows), meta(rows, indexed), meta(rows) if everything else None)
     needs = (True, True, everything)
-    options = {"transform": "tanh mul:30.0" if kind in ("softcap", "stored") else ""}
+    options = {"transform": "tanh mul:30.0 masked:-inf" if kind in ("softcap", "stored") else ""}
     if kind == "stored":
         call = cuda._Head.of(*operands, **options).call()
         hopper.products(call, meta(rows, vocab, dtype=dtype))

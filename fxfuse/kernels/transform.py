@@ -22,6 +22,11 @@ def _number(transform, i):
     return float(transform.split()[i].partition(":")[2])
 
 
+@triton.constexpr_function
+def _masks(transform):
+    return "masked:" in transform
+
+
 @triton.jit
 def _tanh(z):
     """tanh to 3 units in the last place of float32: z P(z * z) / Q(z * z), which needs one division and no exp.
@@ -47,6 +52,9 @@ def _tanh(z):
 def transformed(z, TRANSFORM: tl.constexpr):
     """(f(z), f'(z)) for the transform f that TRANSFORM names; the number 1 for the derivative of the identity."""
     slope = 1.0
+    masked = False
+    if _masks(TRANSFORM):
+        masked = z == float("-inf")
     for i in tl.static_range(_steps(TRANSFORM)):
         if _name(TRANSFORM, i) == "mul":
             derivative = _number(TRANSFORM, i)
@@ -54,6 +62,10 @@ def transformed(z, TRANSFORM: tl.constexpr):
         elif _name(TRANSFORM, i) == "add":
             derivative = 1.0
             z = z + _number(TRANSFORM, i)
+        elif _name(TRANSFORM, i) == "masked":
+            derivative = tl.where(masked, 0.0, 1.0)
+            z = tl.where(masked, _number(TRANSFORM, i), z)
+            slope = tl.where(masked, 0.0, slope)  # which may be no number there
         elif _name(TRANSFORM, i) == "tanh":
             z = _tanh(z)
             derivative = 1.0 - z * z

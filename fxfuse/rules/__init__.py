@@ -19,7 +19,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from ..algebra import ClassTensor, Head
+from ..algebra import ClassTensor, Entries, Head
 from ..compat import has_node
 from ..readers import Reader
 from ..reasons import Reason, because
@@ -48,8 +48,7 @@ class Call:
         where: ``file.py:line`` in the user's source, if known.
         reader_of: from a handle to the reader that returned it, perhaps with axes of size one added since; None where
             that is not known or something may have written to it.
-        constant: from a handle to the number that it certainly holds, or None.
-        classes_of: from the handle of a one-hot tensor and its number of classes to that of the classes, or None.
+        entries_of: from a handle to what the tensor certainly holds, or None.
     """
 
     name: str
@@ -57,8 +56,17 @@ class Call:
     example: Callable[[Any], Tensor]
     where: str | None = None
     reader_of: Callable[[Any], Reader | None] = _unknown
-    constant: Callable[[Any], float | None] = _unknown
-    classes_of: Callable[[Any, int], Any] = _unknown
+    entries_of: Callable[[Any], Entries | None] = _unknown
+
+    def constant(self, handle: Any) -> float | None:
+        """The number that a 0-d tensor certainly holds, or None."""
+        example = self.example(handle)
+        return self.constant_everywhere(handle) if isinstance(example, Tensor) and example.dim() == 0 else None
+
+    def constant_everywhere(self, handle: Any) -> float | None:
+        """The number that a tensor certainly holds in every entry, or None."""
+        entries = self.entries_of(handle)
+        return entries.off if entries is not None and entries.classes is None else None
 
     def keep(self, code: str, detail: str = "") -> NoReturn:
         """Refuse: leave the head dense, for the reason ``code``."""
@@ -227,4 +235,4 @@ def cut_off(call: Call, outcome: Outcome) -> Outcome:
 
 
 # Importing a family fills the table.
-from . import casts, heads, log_probs, losses, statistics, transforms, two_heads, views  # noqa: E402, F401
+from . import casts, heads, log_probs, losses, shapes, statistics, transforms, two_heads, views  # noqa: E402, F401

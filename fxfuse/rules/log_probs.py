@@ -12,7 +12,7 @@ from .. import ops
 from ..algebra import ClassTensor, Exponentials, Logits, LogProbs, Mixture, Probs, ShiftedLogProbs, become, derive
 from ..compat import same
 from ..readers import Index, Reader, Statistics
-from ..replay import Emit, Handle
+from ..replay import Emit, Handle, RowsAt
 from . import Call, rule
 from .casts import converted
 from .statistics import along_classes, most, times
@@ -62,22 +62,24 @@ def log(call: Call, input: Any) -> ClassTensor:
     return become(LogProbs if input.factor == 1.0 else ShiftedLogProbs, input, call.name)
 
 
-@rule(torch.gather, "gather", reads="loss")
-def gather(call: Call, input: Any, dim: Any, index: Any, *, sparse_grad: Any = False) -> Reader:
+@rule(torch.gather, "gather", reads="loss", derives=True)
+def gather(call: Call, input: Any, dim: Any, index: Any, *, sparse_grad: Any = False) -> Reader | ClassTensor:
     if sparse_grad:
         call.keep("unsupported_argument", "gather has sparse_grad=True")
     return _picked(call, input, dim, index, wraps=False)
 
 
-@rule(torch.take_along_dim, "take_along_dim", reads="loss")
-def take_along_dim(call: Call, input: Any, indices: Any, dim: Any = None) -> Reader:
+@rule(torch.take_along_dim, "take_along_dim", reads="loss", derives=True)
+def take_along_dim(call: Call, input: Any, indices: Any, dim: Any = None) -> Reader | ClassTensor:
     return _picked(call, input, dim, indices, wraps=True)
 
 
-def _picked(call: Call, input: Any, dim: Any, index: Any, wraps: bool) -> Reader:
+def _picked(call: Call, input: Any, dim: Any, index: Any, wraps: bool) -> Reader | ClassTensor:
     """``wraps``: the index counts on from the start where it passes the end, as ``take_along_dim`` has it."""
-    along_classes(call, input, dim)
     like = call.example(index)
+    if isinstance(dim, int) and dim % len(input.shape) != input.class_dim:
+        return _rows_at(call, input, dim % len(input.shape), index, like, wraps)
+    along_classes(call, input, dim)
     if like.dtype != torch.int64:
         call.keep("dtype", f"{call.name} has an index of {like.dtype}")
     axis = input.class_dim
@@ -106,6 +108,18 @@ def _picked(call: Call, input: Any, dim: Any, index: Any, wraps: bool) -> Reader
     # How the rows lie in the index depends on the axis, so the axis is part of what the index is.
     which = Index(make, (index, "gather", axis, wraps))
     return Reader(input, call.name, finish, which, operands=(index,), entries=entries)
+
+
+def _rows_at(call: Call, input: Any, dim: int, index: Any, like: Any, wraps: bool) -> ClassTensor:
+    """The rows at an index along axis ``dim``, if it is one index for all classes."""
+    axis = input.class_dim
+    whole = like.dim() == len(input.shape) and all(
+        same(a, b) for i, (a, b) in enumerate(zip(like.shape, input.shape, strict=True)) if i not in (axis, dim)
+    )
+    one = whole and (like.stride(axis) == 0 or (wraps and same(like.shape[axis], 1)))
+    if not one or not same(call.out.shape[axis], input.vocab):
+        call.keep("class_dim")
+    return derive(input, call.name, RowsAt(torch.gather, (dim, index, axis, wraps)), shape=tuple(call.out.shape))
 
 
 @rule(torch.topk, "topk", reads="scores")

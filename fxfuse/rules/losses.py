@@ -16,6 +16,7 @@ from ..readers import Coefficients, Index, Reader, Statistics, weigh, with_offse
 from ..replay import Emit, Handle
 from . import Call, rule
 from .statistics import of_terms
+from .targets import cross_entropy_with, kl_div_with
 from .two_heads import compared
 
 
@@ -31,6 +32,9 @@ def cross_entropy(
 ) -> Reader:
     if not isinstance(input, Logits):
         call.keep("unknown_reader", "cross_entropy of log-probabilities")
+    targets = call.entries_of(target)
+    if targets is not None and targets.classes is not None:
+        return cross_entropy_with(call, input, target, targets, weight, reduction, label_smoothing)
     if isinstance(target, Probs) and weight is None and label_smoothing == 0.0:
         return _with_teacher(call, input, target, False, reduction, classes_at=0 if len(input.shape) == 1 else 1)
     return _class_index_loss(call, input, target, weight, ignore_index, reduction, label_smoothing)
@@ -47,6 +51,9 @@ def nll_loss(
 
 @rule(F.kl_div, like=F.kl_div, reads="loss", derives=True, tracked=("input", "target"))
 def kl_div(call: Call, input: Any, target: Any, reduction: Any = "mean", log_target: Any = False) -> Any:
+    targets = call.entries_of(target)
+    if targets is not None and targets.classes is not None and not log_target:
+        return kl_div_with(call, input, target, targets, reduction)
     wanted = LogProbs if log_target else Probs
     if not isinstance(input, (LogProbs, Mixture)) or not isinstance(target, wanted):
         call.keep("unknown_reader", "kl_div of something other than log-probabilities of two heads")

@@ -14,10 +14,11 @@ from ..algebra import (
     Exponentials,
     Logits,
     LogProbs,
-    OneOfEach,
     Probs,
+    Targeted,
     WeighedLogits,
     WeighedLogProbs,
+    constant,
 )
 from ..readers import Index, Reader, Statistics
 from ..replay import Emit, Handle
@@ -52,10 +53,10 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader
     if dim is not None:
         along_classes(call, input, dim)
     converted(call, input, call.out.dtype)
-    index: Index | None = None
+    index, targets = None, input.targets if isinstance(input, Targeted) else constant(1.0)
     if isinstance(input, Comparison):
         kind: type[ClassTensor] = Comparison
-    elif isinstance(input, OneOfEach):
+    elif isinstance(input, Targeted):
         index, kind = _classes_of(input), input.of
     elif type(input) in _TOTALS:
         kind = type(input)
@@ -66,7 +67,11 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader
         if isinstance(input, Comparison):
             of_row = of_terms(emit, stats, input)
         elif index is not None:
-            of_row = emit(torch.select, stats.log_prob if kind is LogProbs else stats.picked, 1, 0)
+            own = emit(torch.select, stats.log_prob if kind is LogProbs else stats.picked, 1, 0)
+            of_row = times(emit, own, targets.on - targets.off)
+            if targets.off != 0.0:
+                others = times(emit, _TOTALS[kind](emit, stats, input.vocab), targets.off)
+                of_row = emit(torch.add, of_row, others)
         else:
             of_row = _TOTALS[kind](emit, stats, input.vocab)
         return times(emit, of_row, share * input.factor)
@@ -80,19 +85,19 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader
         call.name,
         of_all if dim is None else _one_a_row(input, keepdim, total),
         index,
-        want_class_sum=kind in (Logits, LogProbs) and index is None,
+        want_class_sum=kind in (Logits, LogProbs) and targets.off != 0.0,
         want_entropy=weighed,
-        operands=() if index is None else (input.hot,),
+        operands=() if index is None else (targets.classes,),
         normalises=kind is Exponentials and dim is not None and not mean,
     )
 
 
-def _classes_of(input: OneOfEach) -> Index:
+def _classes_of(input: Targeted) -> Index:
     def make(emit: Emit) -> Handle:
         flat = emit(torch.reshape, input.index(emit), (-1, 1))
         return emit(ops.check_index, flat, input.vocab, None)
 
-    return Index(make, (input.hot, "one-hot", input.axis, input.row_key()[input.since :]))
+    return Index(make, (input.targets.classes, "one-hot", input.axis, input.row_key()[input.since :]))
 
 
 # The sum over the vocabulary of each kind, from the statistics and the size of the vocabulary.
@@ -108,6 +113,21 @@ _TOTALS: dict[type[ClassTensor], Callable[[Emit, Statistics, int], Handle]] = {
 def most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader]:
     """The largest entry of each row, and its class."""
     along_classes(call, input, dim)
+    top = _top(call, input)
+    values = Reader(input, call.name, _one_a_row(input, keepdim, top), want_top=True, entries=top)
+    return values, _classes_ofmost(call, input, keepdim)
+
+
+def _most_of_all(call: Call, input: Any) -> Reader:
+    """The largest entry of all."""
+    if input.requires_grad:
+        call.keep("unknown_reader", f"{call.name} of all logits, with a gradient,")
+    top = _top(call, input)
+    return Reader(input, call.name, lambda emit, stats, _: emit(torch.amax, top(emit, stats)), want_top=True)
+
+
+def _top(call: Call, input: Any) -> Callable[[Emit, Statistics], Handle]:
+    """How to make the largest entry of each row of ``input`` from the statistics."""
     if input.factor < 0 or type(input) not in (Logits, LogProbs, Probs, Exponentials):
         call.keep("unknown_reader", f"{call.name} of something other than logits")
 
@@ -119,8 +139,7 @@ def most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader
         log_prob = emit(torch.sub, stats.top, stats.lse)
         return times(emit, emit(torch.exp, log_prob) if isinstance(input, Probs) else log_prob, input.factor)
 
-    values = Reader(input, call.name, _one_a_row(input, keepdim, top), want_top=True, entries=top)
-    return values, _classes_ofmost(call, input, keepdim)
+    return top
 
 
 def _classes_ofmost(call: Call, input: Any, keepdim: Any) -> Reader:
@@ -133,15 +152,16 @@ def argmax(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Rea
 
 
 @rule(torch.max, "max", reads="scores", like=lambda input, dim=None, keepdim=False: None)
-def largest(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> tuple[Reader, Reader]:
-    return most(call, input, dim, keepdim)
+def largest(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Reader | tuple[Reader, Reader]:
+    return _most_of_all(call, input) if dim is None else most(call, input, dim, keepdim)
 
 
 @rule(torch.amax, "amax", reads="scores")
 def amax(call: Call, input: Any, dim: Any = (), keepdim: Any = False) -> Reader:
     if input.requires_grad:
         call.keep("unknown_reader", "amax, whose gradient is shared among equals,")
-    return most(call, input, dim, keepdim)[0]
+    whole = dim in ((), None, []) and not keepdim
+    return _most_of_all(call, input) if whole else most(call, input, dim, keepdim)[0]
 
 
 def of_terms(emit: Emit, stats: Statistics, compared: Comparison) -> Handle:

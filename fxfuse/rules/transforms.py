@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from ..algebra import (
     ClampedLogProbs,
     ClassTensor,
+    Entries,
     Exponentials,
     Logits,
     LogProbs,
     Mixture,
-    OneOfEach,
     Probs,
     ShiftedLogProbs,
+    Targeted,
     WeighedLogits,
     WeighedLogProbs,
     become,
@@ -29,9 +30,10 @@ from ..algebra import (
 )
 from ..compat import hint, same
 from ..replay import ClassOp, Extension, RowOp, RowShift
-from ..transform import Step, then
+from ..transform import MASKED, Step, then
 from . import Call, rule
 from .casts import converted
+from .targets import are_targets_of
 from .two_heads import compared, shifted, summed, weighted
 
 # --- by a number ------------------------------------------------------------------------------------------------
@@ -197,21 +199,19 @@ def mul(call: Call, input: Any, other: Any) -> ClassTensor:
     number = _known(call, input, other)
     if number is not None:
         return _scaled(call, input, number)
-    hot = call.classes_of(other, input.vocab)
-    if hot is not None:
-        return _of_one_class(call, input, other, hot)
+    targets = call.entries_of(other)
+    if targets is not None and targets.classes is not None:
+        return _targeted(call, input, other, targets)
     return _scaled_by_tensor(call, input, torch.mul, other)
 
 
-def _of_one_class(call: Call, input: Any, other: Any, hot: Any) -> ClassTensor:
-    """Times the one-hot tensor ``other`` of the classes ``hot``."""
-    _like(call, input, other)
-    last = input.class_dim == len(input.shape) - 1
-    if type(input) not in (Logits, LogProbs) or not last or call.example(other).dim() != len(input.shape):
+def _targeted(call: Call, input: Any, other: Any, targets: Entries) -> ClassTensor:
+    """Times a tensor ``other`` that holds ``targets``."""
+    if type(input) not in (Logits, LogProbs) or not are_targets_of(call, input, other):
         call.keep("unknown_reader", f"{call.name} by a one-hot tensor")
     dtype = converted(call, input, call.out.dtype)
-    made = {"of": type(input), "hot": hot, "axis": input.class_dim, "since": len(input.row_ops)}
-    return become(OneOfEach, input, call.name, dtype=dtype, **made)
+    made = {"of": type(input), "targets": targets, "axis": input.class_dim, "since": len(input.row_ops)}
+    return become(Targeted, input, call.name, dtype=dtype, **made)
 
 
 @rule(operator.truediv, "__truediv__", in_place=(operator.itruediv, "__itruediv__"))
@@ -345,14 +345,31 @@ def _masked(call: Call, input: Any, mask: Any, value: Any, elsewhere: bool = Fal
 def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) -> ClassTensor:
     """Logits of which ``op`` sets some classes to ``value``; it is given the number before the scale."""
     if not isinstance(value, (int, float)):
-        constant = call.constant(value)
+        constant = call.constant_everywhere(value)
         if constant is None:
             call.keep("unknown_reader", f"{call.name} with something other than a number")
         value = constant
     value = torch.tensor(value, dtype=call.out.dtype, device="cpu").item()  # as it is stored
-    if not isinstance(input, Logits) or input.transform or (input.row_shifts and not math.isinf(value)):
+    if not isinstance(input, Logits) or (input.row_shifts and not math.isinf(value)):
         call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
-    return of_classes(input, call.name, op(value / input.scale), dtype=converted(call, input, call.out.dtype))
+    dtype = converted(call, input, call.out.dtype)
+    if not input.transform:
+        return of_classes(input, call.name, op(value / input.scale), dtype=dtype)
+    # Before the functions it is -inf that marks these classes.
+    step, mark, before = Step(MASKED, value), op(math.copysign(math.inf, -input.scale)), input
+    if input.transform[-1] == step:
+        return of_classes(input, call.name, mark, dtype=dtype)
+    bounded = any(known.name in ("tanh", "sigmoid", "softsign") for known in input.transform)
+    known_bias = not input.has_bias or bounded
+    if (
+        any(known.name == MASKED for known in input.transform)
+        or input.since_extension != input.class_ops
+        or not known_bias
+    ):
+        call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
+    if input.has_bias:  # which may hold -inf itself; of a number so low a bounded function makes the same
+        before = replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
+    return of_classes(before, call.name, mark, dtype=dtype, transform=(*input.transform, step))
 
 
 @rule(in_place=(operator.setitem,))

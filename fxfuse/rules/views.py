@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -177,6 +178,22 @@ def flip(call: Call, input: ClassTensor, dims: Any) -> ClassTensor:
     return _along_rows(call, input, torch.flip, dims, (dims,))
 
 
+@rule("repeat", like=lambda input, *repeats: None)
+def repeat(call: Call, input: ClassTensor, repeats: tuple[Any, ...]) -> ClassTensor:
+    times, out = _sizes(tuple(repeats)), call.out.shape
+    axis = len(out) - (len(input.shape) - input.class_dim)
+    if type(times[axis]) is not int or times[axis] != 1:
+        call.keep("unknown_reader", "repeat of the vocabulary")
+    return derive(input, call.name, RowOp(torch.Tensor.repeat, times), shape=out, class_dim=axis)
+
+
+@rule(torch.repeat_interleave, "repeat_interleave", like=lambda input, repeats, dim=None, *, output_size=None: None)
+def repeat_interleave(call: Call, input: ClassTensor, repeats: Any, dim: Any = None) -> ClassTensor:
+    if not _is_number(call, repeats):
+        call.keep("unknown_reader", f"{call.name} by a tensor")
+    return _along_rows(call, input, torch.repeat_interleave, dim, (repeats, dim))
+
+
 @rule(torch.index_select, "index_select")
 def index_select(call: Call, input: ClassTensor, dim: Any, index: Any) -> ClassTensor:
     return _along_rows(call, input, torch.index_select, dim, (dim, index))
@@ -193,8 +210,6 @@ def _along_rows(call: Call, input: ClassTensor, function: Callable[..., Any], di
 @rule(operator.getitem, "__getitem__", like=lambda input, index: None)
 def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
     entries = list(index) if isinstance(index, tuple) else [index]
-    if isinstance(index, list):
-        call.keep("unknown_reader", "indexing of the logits by a list")
     dims = len(input.shape)
     taken = sum(_axes(call, entry) for entry in entries)
     ellipses = [i for i, entry in enumerate(entries) if entry is Ellipsis]
@@ -224,7 +239,7 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
         elif isinstance(entry, slice):
             if not all(part is None or _is_number(call, part) for part in (entry.start, entry.stop, entry.step)):
                 call.keep("unknown_reader", "a slice of the logits by a tensor")
-        elif _is_index(call, entry):
+        elif _is_index(call, entry) or _is_list(call, entry):
             advanced = True
         elif _is_mask(call, entry):
             advanced = True
@@ -347,10 +362,17 @@ def unbind(call: Call, input: ClassTensor, dim: Any = 0) -> tuple[ClassTensor, .
 def _parts(
     call: Call, input: ClassTensor, function: Callable[..., Any], args: Any, dim: Any, **changes: Any
 ) -> tuple[ClassTensor, ...]:
-    if _dim(call, input, dim) == input.class_dim:
-        call.keep("unknown_reader", f"{call.name} of the vocabulary")
     if not isinstance(call.out, (tuple, list)):
         call.keep("unknown_reader")
+    at = _dim(call, input, dim)
+    if at == input.class_dim:
+        if function is torch.unbind:
+            call.keep("unknown_reader", "unbind of the vocabulary")
+        ends = list(itertools.accumulate((part.shape[at] for part in call.out), initial=0))
+        return tuple(
+            _taken(call, input, call.name, slice(start, end), shape=part.shape)
+            for part, (start, end) in zip(call.out, itertools.pairwise(ends), strict=True)
+        )
     whole = RowOp(function, args)
     return tuple(
         derive(input, call.name, whole, RowOp(operator.getitem, (i,)), shape=part.shape, **changes)

@@ -1,0 +1,208 @@
+"""What a tensor in a graph certainly holds, told from the nodes that made it.
+
+Of tensors that are made of numbers and labels alone one need not have the entries to know them: constants, one-hot
+tensors, and the targets that programs make of these to smooth labels by hand.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from .algebra import Entries, constant
+from .compat import same
+from .mutation import Timeline, storages, writes
+
+Told = Callable[[Any], Entries | None]
+
+
+def entries_of(handle: Any, place: Node, timeline: Timeline) -> Entries | None:
+    """What the tensor of a node, or a number, holds when ``place`` is about to run; None if that is not known."""
+    if isinstance(handle, (int, float)) and not isinstance(handle, bool):
+        return constant(float(handle))
+    if not isinstance(handle, Node) or not isinstance(_example(handle), Tensor):
+        return None
+    maker = _maker(handle)
+    if _example(maker).requires_grad or timeline.unplaced_write(maker):
+        return None
+    found = _made(maker, timeline)
+    for node in timeline.writers(maker, before=place):
+        edit = _CHANGES.get(_out_of_place(node))
+        if found is None or edit is None or _maker(node) is not maker or storages(node) != storages(maker):
+            return None
+        before = found
+        told: Told = lambda arg, node=node, before=before: (  # type: ignore[misc]  # noqa: E731
+            before if arg is node.args[0] else entries_of(arg, node, timeline)
+        )
+        found = _stored(edit(node, told), node)
+    # Classes that nothing writes to are what they were.
+    return None if found is None or (found.classes is not None and timeline.is_written(found.classes)) else found
+
+
+def _made(node: Node, timeline: Timeline) -> Entries | None:
+    """What a node returns before anything is written to that."""
+    make = _MAKERS.get(_key(node)) or _CHANGES.get(_key(node))
+    return None if make is None else _stored(make(node, lambda arg: entries_of(arg, node, timeline)), node)
+
+
+def _stored(entries: Entries | None, node: Node) -> Entries | None:
+    """The same, as the dtype of the node has it."""
+    example = _example(node)
+    if entries is None or example.dtype.is_complex:
+        return None
+    try:
+        off, on = (float(torch.tensor(number, dtype=example.dtype, device="cpu")) for number in entries[:2])
+    except (RuntimeError, OverflowError, ValueError):  # a number that it cannot hold
+        return None
+    return entries._replace(off=off, on=on)
+
+
+def _maker(node: Node) -> Node:
+    """The node that made the tensor which ``node`` returns, through those that write to it in place."""
+    while node.args and isinstance(node.args[0], Node) and node.args[0] in writes(node).arguments:
+        node = node.args[0]
+    return node
+
+
+def _example(handle: Any) -> Any:
+    return handle.meta.get("example_value") if isinstance(handle, Node) else None
+
+
+def _key(node: Node) -> Any:
+    return node.target if node.op in ("call_function", "call_method") else None
+
+
+# --- what nodes make --------------------------------------------------------------------------------------------
+
+
+def _filled(number: float) -> Callable[[Node, Told], Entries | None]:
+    return lambda node, told: constant(number)
+
+
+def _full(node: Node, told: Told) -> Entries | None:
+    """``full(size, fill_value)``, ``full_like`` and ``new_full`` in the same way, and ``fill_(value)``."""
+    place = 2 if node.target == "new_full" else 1
+    return _constant(told(node.args[place] if len(node.args) > place else _named(node, "fill_value", "value")))
+
+
+def _tensor(node: Node, told: Told) -> Entries | None:
+    return _constant(told(node.args[0])) if len(node.args) == 1 else None
+
+
+def _one_hot(node: Node, told: Told) -> Entries | None:
+    given = dict(zip(("tensor", "num_classes"), node.args, strict=False)) | node.kwargs
+    return Entries(0.0, 1.0, given.get("tensor")) if _are_classes(given.get("tensor")) else None
+
+
+def _scatter(node: Node, told: Told) -> Entries | None:
+    given = dict(zip(("input", "dim", "index", "src"), node.args, strict=False)) | node.kwargs
+    value = given.pop("value", None)
+    base, on = told(given.pop("input", None)), _constant(told(given.pop("src", value)))
+    dim, index = given.pop("dim", None), given.pop("index", None)
+    if given or base is None or base.classes is not None or on is None or not _are_classes(index):
+        return None
+    shape, rows = _example(node).shape, _example(index).shape
+    one_each = len(shape) == len(rows) > 0 and rows[-1] == 1 and all(map(same, shape[:-1], rows[:-1]))
+    last = isinstance(dim, int) and dim % max(len(shape), 1) == len(shape) - 1
+    return Entries(base.off, on.off, index) if one_each and last else None
+
+
+def _unchanged(node: Node, told: Told) -> Entries | None:
+    return told(node.args[0])
+
+
+def _each(function: Callable[..., float]) -> Callable[[Node, Told], Entries | None]:
+    """A function of numbers, of the entries of its arguments."""
+
+    def of_entries(node: Node, told: Told) -> Entries | None:
+        if node.kwargs:
+            return None
+        found: list[Entries] = []
+        classes = None
+        for arg in node.args:
+            entries = told(arg)
+            if entries is None:
+                return None
+            found.append(entries)
+            if entries.classes is not None:
+                spread = not _have_one_shape(_example(arg), _example(node))
+                if spread or (classes is not None and classes is not entries.classes):
+                    return None
+                classes = entries.classes
+        try:
+            return Entries(function(*(e.off for e in found)), function(*(e.on for e in found)), classes)
+        except (ValueError, ArithmeticError):  # of numbers that it is not defined for
+            return None
+
+    return of_entries
+
+
+def _constant(entries: Entries | None) -> Entries | None:
+    return entries if entries is not None and entries.classes is None else None
+
+
+def _named(node: Node, *names: str) -> Any:
+    return next((node.kwargs[name] for name in names if name in node.kwargs), None)
+
+
+def _are_classes(classes: Any) -> bool:
+    example = _example(classes)
+    return isinstance(example, Tensor) and example.dtype == torch.int64
+
+
+def _have_one_shape(a: Any, b: Any) -> bool:
+    return a.dim() == b.dim() and all(map(same, a.shape, b.shape))
+
+
+_MAKERS: dict[Any, Callable[[Node, Told], Entries | None]] = {
+    **dict.fromkeys((torch.zeros_like, torch.zeros, "new_zeros"), _filled(0.0)),
+    **dict.fromkeys((torch.ones_like, torch.ones, "new_ones"), _filled(1.0)),
+    **dict.fromkeys((torch.empty_like, torch.empty, "new_empty"), _filled(math.nan)),
+    **dict.fromkeys((torch.full_like, torch.full, "new_full"), _full),
+    torch.tensor: _tensor,
+    F.one_hot: _one_hot,
+}
+# Functions of a tensor, of which some have a form in place.
+_CHANGES: dict[Any, Callable[[Node, Told], Entries | None]] = {
+    **dict.fromkeys(
+        ("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "clone", torch.clone),
+        _unchanged,
+    ),
+    **dict.fromkeys((torch.scatter, "scatter"), _scatter),
+    "fill": _full,
+    "zero": _filled(0.0),
+    **{
+        spelling: _each(function)
+        for function, *spellings in (
+            (operator.neg, operator.neg, torch.neg, "neg"),
+            (operator.add, operator.add, torch.add, "add"),
+            (operator.sub, operator.sub, torch.sub, "sub"),
+            (operator.mul, operator.mul, torch.mul, "mul"),
+            (operator.truediv, operator.truediv, torch.div, "div"),
+            (math.exp, torch.exp, "exp"),
+            (math.log, torch.log, "log"),
+            (math.log1p, torch.log1p, "log1p"),
+        )
+        for spelling in spellings
+    },
+}
+_OPERATORS_IN_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def _out_of_place(node: Node) -> Any:
+    """The function that returns what a node writes to its first argument."""
+    if node.op == "call_method":
+        return str(node.target).removesuffix("_")
+    return _OPERATORS_IN_PLACE.get(node.target) if node.op == "call_function" else None

@@ -1,0 +1,47 @@
+"""Functions that take of logits only their shape, dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..algebra import ClassTensor
+from ..compat import same
+from ..readers import Beside, Statistics
+from ..replay import Emit, Handle
+from . import Call, rule
+
+
+def _filled(call: Call, input: ClassTensor, function: Callable[..., Any], *number: Any) -> Beside:
+    if not call.out.is_contiguous() or not all(map(same, call.out.shape, input.shape)):
+        call.keep("unknown_reader", f"{call.name}, which is not laid out as it would be of the logits,")
+
+    def finish(emit: Emit, _: Statistics, __: Handle | None) -> Handle:
+        column = emit(torch.narrow, input.hidden_states(emit), input.class_dim, 0, 1)
+        sizes = [input.vocab if axis == input.class_dim else -1 for axis in range(len(input.shape))]
+        like = emit(torch.Tensor.expand, column, sizes)
+        return emit(function, like, *number, dtype=call.out.dtype, memory_format=torch.contiguous_format)
+
+    return Beside(input, call.name, finish)
+
+
+@rule(torch.zeros_like, derives=False, like=lambda input, *, dtype=None, requires_grad=False: None)
+def zeros_like(call: Call, input: ClassTensor, dtype: Any = None) -> Beside:
+    return _filled(call, input, torch.zeros_like)
+
+
+@rule(torch.ones_like, derives=False, like=lambda input, *, dtype=None, requires_grad=False: None)
+def ones_like(call: Call, input: ClassTensor, dtype: Any = None) -> Beside:
+    return _filled(call, input, torch.ones_like)
+
+
+@rule(torch.empty_like, derives=False, like=lambda input, *, dtype=None, requires_grad=False: None)
+def empty_like(call: Call, input: ClassTensor, dtype: Any = None) -> Beside:
+    return _filled(call, input, torch.empty_like)
+
+
+@rule(torch.full_like, derives=False, like=lambda input, fill_value, *, dtype=None, requires_grad=False: None)
+def full_like(call: Call, input: ClassTensor, fill_value: Any, dtype: Any = None) -> Beside:
+    return _filled(call, input, torch.full_like, fill_value)
