@@ -384,6 +384,8 @@ ODD_READERS = [
     "{z}.abs().mean()",
     "{z}.sum()",
     "{z}.mean()",
+    "{z}.detach().max()",
+    "{z}.amax()",
     "{z}.sort({c}).values.cumsum({c})",
     "{z}.softmax({c}).cumsum({c})",
     "{z}.isnan().any()",
@@ -421,6 +423,40 @@ ODD_OF_LOG_PROBS = [
     "{z}.exp()",
     "{z}.sum()",
     "F.kl_div({z}, {z}.detach().flip({c}), log_target=True)",
+]
+TARGETS = [  # with an entry for each of {z}
+    "torch.zeros_like({z}).scatter({c}, {index}, 0.9)",
+    "torch.zeros_like({z}).fill_(0.1 / {n}).scatter_({c}, {index}, 0.8)",
+    "torch.full_like({z}, 0.1 / {n}, dtype=torch.float32).scatter_({c}, {index}, 0.8)",
+    "F.one_hot({y}.clamp(min=0), {n}).movedim(-1, {c}).to({z}.dtype)",
+    "torch.zeros({z}.shape, dtype={z}.dtype, device={z}.device).scatter_({c}, {index}, torch.ones_like({index}) * 1.0)",
+    "torch.empty_like({z}.detach()).fill_(0.5)",
+    "{z}.detach().clone().fill_(0.5)",
+    "torch.zeros_like({z}).scatter({c}, {index}[:1], 1.0)",
+]
+EDITS_OF_TARGETS = [
+    "{q} = {q} * 0.9 + 0.1 / {n}",
+    "{q} = {q} * 0.8 + (1 - {q}) * 0.2 / ({n} - 1)",
+    "{q} *= 2",
+    "{q}.sub_(0.25)",
+    "{q}[0] = 0",
+    "{q}.detach().mul_(2)",
+    "{q} = {q}.float()",
+    "{q}.zero_()",
+    "{q}.scatter_({c}, {index} * 0, 0.5)",
+    "{q}.masked_fill_({y}.unsqueeze({c}) == -100, 0.0)",
+]
+OF_TARGETS = [
+    "-({q} * {z}).sum({c})",
+    "({z} * {q}).mean({c}, keepdim=True)",
+    "-torch.mean(torch.sum({z}.log_softmax({c}) * {q}, dim={c}))",
+    "({z}.log_softmax({c}) * -{q}).sum()",
+    'F.kl_div({z}.log_softmax({c}), {q}, reduction="sum")',
+    'F.kl_div({z}.log_softmax({c}), {q}, reduction="batchmean")',
+    "F.kl_div({z}.log_softmax({c}), {q})",
+    "F.cross_entropy({z}, {q})",
+    'F.cross_entropy({z}, {q}, label_smoothing=0.1, reduction="none")',
+    "{q}",
 ]
 PAIRS = [  # {z} and {q} of one shape
     'F.kl_div({z}.log_softmax({c}), {q}.log_softmax({c}), log_target=True, reduction="batchmean")',
@@ -733,6 +769,10 @@ def _row_operations(b: Builder, v: Value, odd: bool) -> list[tuple[str, str, int
                 (f"torch.stack({z}.unbind({a}), {a})", y, c),
                 (f"torch.stack([{zi}0], {zi}-1]])", f"torch.stack([{yi}0], {yi}-1]])", left + 1),
                 (f"{z}.index_select({a}, {y}.new_tensor([0]))", f"{y}.index_select({e}, {y}.new_tensor([0]))", c),
+                (f"{z}.gather({a}, ({y}.clamp(min=0) % {size}).unsqueeze({c}).expand_as({z}))",
+                 f"{y}.gather({e}, {y}.clamp(min=0) % {size})", c),
+                (f"{z}.take_along_dim(({y} % {size} - {size}).unsqueeze({c}), {a})",
+                 f"{y}.gather({e}, {y} % {size})", c),
                 (f"{z}.flip({a})", f"{y}.flip({e})", c),
                 (f"{z}.roll(1, {a})", f"{y}.roll(1, {e})", c),
                 (f"{z}.repeat_interleave(2, {a})", f"{y}.repeat_interleave(2, {e})", c),
@@ -823,6 +863,17 @@ def pair(b: Builder) -> bool:
     return _result(b, b.fill(b.pick(PAIRS), v, q=q))
 
 
+def targets(b: Builder) -> bool:
+    v, q = b.value(), b.fresh("q")
+    if not b.emit(f"{q} = {b.fill(b.pick(TARGETS), v)}"):
+        return False
+    for _ in range(b.pick((0, 0, 1, 2))):
+        b.emit(b.fill(b.pick(EDITS_OF_TARGETS), v, q=q))
+        if b.chance(3):
+            _result(b, b.fill(b.pick(OF_TARGETS), v, q=q))
+    return _result(b, b.fill(b.pick(OF_TARGETS), v, q=q))
+
+
 def post(b: Builder) -> bool:
     if not b.results:
         return False
@@ -851,6 +902,7 @@ ODD: list[Callable[[Builder], bool]] = [
     _write(WRITES_TO_LABELS),
     _write(WRITES_TO_OPERANDS),
     pair,
+    targets,
     shown,
     graph_break,
     head,
