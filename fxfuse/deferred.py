@@ -11,10 +11,8 @@ different underneath:
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +21,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
-from .algebra import ClassTensor, Entries, Head, Logits, OfTwoHeads, constant
-from .eager import EMIT, dense, pull_back
+from .algebra import ClassTensor, Entries, OfTwoHeads, constant
+from .eager import EMIT
 from .lazy import Described, Origin, State, parts_of
-from .operands import Operands
 from .reading import heads_for, read, wants_gradients
-from .report.chain import Applied, Way
-from .report.records import Site, journal
+from .report.chain import Applied
+from .report.records import journal
 from .report.source import caller
 from .rules import IN_PLACE, TABLE, Call, Keep, Rule, outcomes_of
 from .rules.transforms import listed_classes
@@ -403,7 +400,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                         described.setdefault(made, []).append(outcome)
                 for made, parts in described.items():
                     is_stack = isinstance(result, tuple) and made is out
-                    _describe(made, tuple(parts) if is_stack else parts[0])
+                    describe(made, tuple(parts) if is_stack else parts[0])
                     made._deferred.calls = calls
                 return out
         if any(map(_is_there, deferred)) and any(r.entries for r in readers) and not wants_gradients(call, readers):
@@ -461,7 +458,7 @@ def _description(tensor: DeferredLogits) -> Described:
     return described
 
 
-def _describe(tensor: DeferredLogits, described: Described) -> None:
+def describe(tensor: DeferredLogits, described: Described) -> None:
     state = tensor._deferred
     with torch._C.DisableTorchFunctionSubclass():
         tensor._known_to_autograd = _to_autograd(tensor)
@@ -505,7 +502,7 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
         _mode.becoming = False
     described = result._deferred.described
     assert described is not None
-    _describe(logits, described)
+    describe(logits, described)
     return True
 
 
@@ -527,99 +524,3 @@ def _entries(argument: Any) -> Entries | None:
 def _frozen(argument: Any) -> Any:
     """A tensor as it is now, whatever the program writes to it before the logits are computed."""
     return argument.clone() if isinstance(argument, Tensor) else argument
-
-
-# --- making them ----------------------------------------------------------------------------------------------
-
-
-Layout = tuple[tuple[int, ...], int]  # strides, and the offset into the memory, in elements
-
-
-class _Projection(torch.autograd.Function):
-    """From the operands to the deferred logits; gradients that reach these flow on as through a linear."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        value: Logits,
-        layout: Layout | None,
-        origin: Origin,
-    ) -> DeferredLogits:
-        # What eager's linear keeps: either operand for the other's gradient. A transform's slope needs the logits.
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
-        needs_all = bool(value.transform)
-        ctx.save_for_backward(
-            input if needs_weight or needs_all else None,
-            weight if needs_input or needs_all else None,
-            bias if needs_all else None,
-        )
-        ctx.value = value
-        ctx.set_materialize_grads(False)
-        return _made(value, layout, origin, input.device)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
-        if g is None:
-            return (None,) * 6
-        input, weight, bias = ctx.saved_tensors
-        head = replace(ctx.value.head, input=input, weight=weight, bias=bias)
-        return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), None, None, None
-
-
-def _made(value: Logits, layout: Layout | None, origin: Origin, device: torch.device) -> DeferredLogits:
-    shape = tuple(value.shape)
-    if layout is None:
-        meta = torch.empty(shape, dtype=value.dtype, device="meta")
-    else:
-        strides, offset = layout
-        extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        meta = torch.empty(extent, dtype=value.dtype, device="meta").as_strided(shape, strides, offset)
-    return DeferredLogits(State(origin, meta), device)
-
-
-def defer(
-    value: Logits,
-    head: Head,
-    site: Site,
-    least: int,
-    memory: int,
-    layout: Layout | None = None,
-    exposed: bool = False,
-    bypassed: bool = False,
-    way: Way | None = None,
-) -> Tensor:
-    """The logits that ``value`` describes, of a ``head`` whose operands are tensors; computed when they are read.
-
-    Args:
-        value: logits without row operations, the class axis last, of a head without operands.
-        head: the same with them.
-        site: of the head, for the report.
-        least: logits of fewer bytes are computed at once.
-        memory: the option ``fxfuse.memory``.
-        layout: strides and offset of what eager returns; None if it is contiguous.
-        exposed: whether others have the hidden states and may write to them, so that they must be copied.
-        bypassed: whether gradients went past them already.
-        way: how they came to be, for the report; None where that is not known.
-    """
-    with torch.set_grad_enabled(value.requires_grad):  # as in the graph, whatever the caller's mode
-        weight = journal.deferred(site, head.weight)
-        size = math.prod(value.shape) * value.dtype.itemsize
-        if size < max(least, 1) or compat.transform_active() or compat.forward_ad_active():
-            if size:
-                journal.note("at_once", site, weight, site.where, site.where, size)
-            return dense(replace(value, head=head))
-        where = way.projection.where if way else site.where
-        operands = Operands(
-            head, exposed, where, lambda size: journal.note("copied", site, weight, where, caller(), size)
-        )
-        origin = Origin(site, operands, memory, weight, bypassed=bypassed, way=way)
-        if value.requires_grad:
-            made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin)
-        else:
-            made = _made(value, layout, origin, head.input.device)
-    with torch._C.DisableTorchFunctionSubclass():
-        _describe(made, replace(value, head=operands.head, requires_grad=made.requires_grad))
-    return made

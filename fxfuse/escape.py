@@ -15,7 +15,8 @@ from torch.fx import Graph, Node
 
 from . import compat
 from .algebra import ClassTensor, Logits
-from .deferred import DeferredLogits, Layout, defer
+from .defer import Layout, defer
+from .deferred import DeferredLogits
 from .eager import dense
 from .mutation import Timeline, storages
 from .replay import Emit

@@ -62,8 +62,8 @@ _KINDS = (
     Kind(
         "mutated",
         "{detail} changes the logits in place",
-        "use the out-of-place form (`z = z / t`, with a t for each row where it is some rows that change; `masked_fill` for "
-        "an assignment)",
+        "use the out-of-place form (`z = z / t`, with a t for each row where some rows change; `masked_fill` for an "
+        "assignment)",
     ),
     Kind(
         "operand_mutated",

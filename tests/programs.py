@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fxfuse.algebra import Head, Logits
-from fxfuse.deferred import defer
+from fxfuse.defer import defer
 from fxfuse.report.records import Site, journal
 
 BATCH, TIME, HIDDEN, VOCAB = 2, 5, 4, 17

@@ -205,7 +205,7 @@ DENSE: dict[str, Program] = {
     "einsum": lambda z, s: torch.einsum("btv,vd->btd", z, s.w),
     "matmul": lambda z, s: z @ s.w,
     "where": lambda z, s: torch.where(z > 0, z, 0.0),
-    "chunk": lambda z, s: z.chunk(2, -1)[1],
+    "unbind": lambda z, s: z.unbind(-1)[1],
     "sort": lambda z, s: z.sort(-1).values,
     "item": lambda z, s: z[0, 0, 0].item(),
     "tolist": lambda z, s: torch.tensor(z.tolist()),
