@@ -21,7 +21,7 @@ from . import compat
 from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
 from .entries import entries_of
 from .escape import Escaped, chain_between
-from .mutation import Timeline, storages, tensors, writes
+from .mutation import Timeline, called, storages, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
 from .readers import Beside, Reader, Whole
 from .reasons import Reason, because
@@ -155,7 +155,7 @@ class Analysis:
         if not isinstance(out, Tensor):
             return
         call = Call(function_name(node), out, example_of)
-        heads = heads_of(_key(node), call, node.args, node.kwargs)
+        heads = heads_of(called(node), call, node.args, node.kwargs)
         if not heads:
             return
         known = [head for head in heads if isinstance(head.vocab, int)] or heads  # as a weight's sizes are
@@ -201,7 +201,7 @@ class Analysis:
 
     def _use(self, node: Node, values: list[_Value]) -> None:
         where = location(node)
-        entry = TABLE.get(_key(node))
+        entry = TABLE.get(called(node))
         for candidate in dict.fromkeys(map(self._owner_of, values)):
             candidate.flow.append(node)
         for value in values:
@@ -235,7 +235,7 @@ class Analysis:
         Raises:
             Keep: they refuse it.
         """
-        key = _key(node)
+        key = called(node)
         if isinstance(values[0], tuple) and key is operator.getitem and _is_part(node):
             self._note(node, values[0][node.args[1]], values)  # type: ignore[index]
             return
@@ -327,7 +327,7 @@ class Analysis:
                 call.keep("mutated", f"{call.name}, through a detached view,")
             args = (value, *self._fill(node.args[1:]))
             viewed = self._call(node, example_of(view))
-            ((become[view], _),) = outcomes_of(viewed, IN_PLACE[_key(node)](viewed, args, node.kwargs))
+            ((become[view], _),) = outcomes_of(viewed, IN_PLACE[called(node)](viewed, args, node.kwargs))
         self._note(node, become[target], values)
         for view, value in become.items():
             self._values[view] = value
@@ -358,7 +358,7 @@ class Analysis:
 
     def _follow(self, node: Node, candidate: Candidate) -> None:
         """Mark what a dense head flows into while it still has a class axis."""
-        entry, out = TABLE.get(_key(node)), example_of(node)
+        entry, out = TABLE.get(called(node)), example_of(node)
         if entry is not None and not entry.reads and isinstance(out, Tensor) and out.dim():
             size = out.shape[-1]
             if not any(compat.same(size, known) for known in candidate.class_sizes):
@@ -475,14 +475,6 @@ def _adds_axes(node: Node) -> bool:
 
 def _same_shape(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(compat.same, a, b))
-
-
-def _key(node: Node) -> Any:
-    try:
-        hash(node.target)
-    except TypeError:
-        return None
-    return node.target
 
 
 def _unfit(candidate: Candidate) -> Reason | None:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from .algebra import Entries, constant
 from .compat import same
-from .mutation import Timeline, storages, writes
+from .mutation import Timeline, called, storages, writes
 
 Told = Callable[[Any], Entries | None]
 
@@ -48,8 +48,12 @@ def entries_of(handle: Any, place: Node, timeline: Timeline) -> Entries | None:
 
 def _made(node: Node, timeline: Timeline) -> Entries | None:
     """What a node returns before anything is written to that."""
-    make = _MAKERS.get(_key(node)) or _CHANGES.get(_key(node))
-    return None if make is None else _stored(make(node, lambda arg: entries_of(arg, node, timeline)), node)
+    make = _MAKERS.get(called(node)) or _CHANGES.get(called(node))
+    return (
+        None
+        if make is None or node.kwargs.get("out") is not None
+        else _stored(make(node, lambda arg: entries_of(arg, node, timeline)), node)
+    )
 
 
 def _stored(entries: Entries | None, node: Node) -> Entries | None:
@@ -73,10 +77,6 @@ def _maker(node: Node) -> Node:
 
 def _example(handle: Any) -> Any:
     return handle.meta.get("example_value") if isinstance(handle, Node) else None
-
-
-def _key(node: Node) -> Any:
-    return node.target if node.op in ("call_function", "call_method") else None
 
 
 # --- what nodes make --------------------------------------------------------------------------------------------
@@ -114,8 +114,12 @@ def _scatter(node: Node, told: Told) -> Entries | None:
     return Entries(base.off, on.off, index) if one_each and last else None
 
 
-def _unchanged(node: Node, told: Told) -> Entries | None:
-    return told(node.args[0])
+def _converted(node: Node, told: Told) -> Entries | None:
+    if not node.args:
+        return None
+    # What is cut off depends on the last bit.
+    cuts = _example(node.args[0]).dtype.is_floating_point and not _example(node).dtype.is_floating_point
+    return None if cuts else told(node.args[0])
 
 
 def _each(function: Callable[..., float]) -> Callable[[Node, Told], Entries | None]:
@@ -130,6 +134,8 @@ def _each(function: Callable[..., float]) -> Callable[[Node, Told], Entries | No
             entries = told(arg)
             if entries is None:
                 return None
+            if not isinstance(arg, Node) and _example(node).dtype != torch.float64:  # as eager converts it first
+                entries = constant(float(torch.tensor(entries.off, dtype=torch.float32, device="cpu")))
             found.append(entries)
             if entries.classes is not None:
                 spread = not _have_one_shape(_example(arg), _example(node))
@@ -173,7 +179,7 @@ _MAKERS: dict[Any, Callable[[Node, Told], Entries | None]] = {
 _CHANGES: dict[Any, Callable[[Node, Told], Entries | None]] = {
     **dict.fromkeys(
         ("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "clone", torch.clone),
-        _unchanged,
+        _converted,
     ),
     **dict.fromkeys((torch.scatter, "scatter"), _scatter),
     "fill": _full,

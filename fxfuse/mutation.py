@@ -28,6 +28,15 @@ _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 _PLAIN_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
+def called(node: Node) -> Any:
+    """The function, or the name of the method, that a node calls; None if that cannot be looked up."""
+    try:
+        hash(node.target)
+    except TypeError:
+        return None
+    return node.target if node.op in ("call_function", "call_method") else None
+
+
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a nest of tuples and lists."""
     if isinstance(value, torch.Tensor):

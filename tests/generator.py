@@ -345,6 +345,9 @@ ODD_READERS = [
     # one class, spelt otherwise
     "{z}.log_softmax(-1)[torch.arange({z}.shape[0], device={z}.device), {y}.clamp(min=0)]",
     "{z}.log_softmax({c}){at}2]",
+    "(lambda i: {z}[i, i])(s.y[0] % 2)",
+    "(lambda i: {z}[..., i, i])(s.y[0] % 2)",
+    "{z}[[0, 1], ..., None].sum(-1)",
     "{z}{at}1]",
     "-(F.one_hot({y}.clamp(min=0), {n}).movedim(-1, {c}) * {z}.log_softmax({c})).sum({c})",
     "({z} * F.one_hot({y}.clamp(min=0), {n}).movedim(-1, {c}).to({z}.dtype)).sum({c})",

@@ -651,7 +651,7 @@ def _masked_after_a_softcap(s: World) -> Any:
     below = 3 * torch.sigmoid(-s.z + s.b.masked_fill(s.c < 0.1, -math.inf))
     capped = (2 * torch.tanh(s.zb / -2)).masked_fill(mask, -math.inf)
     capped = capped.masked_fill(s.c > 0.9, -math.inf) / 0.7
-    assigned = F.softsign(s.zb * 1)
+    assigned = torch.tanh(s.zb) * 1
     assigned[..., 3:5] = -4.0
     return (
         ce(torch.where(mask, -1e4, z), s.y),
@@ -703,11 +703,13 @@ def _smoothed_by_one_hot(s: World) -> Any:
     hot = F.one_hot(s.y, VOCAB).float().to(z.dtype)
     smooth = hot * (1 - 0.1) + (1 - hot) * 0.1 / (VOCAB - 1)
     by_ones = torch.zeros_like(z).scatter_(2, s.y[..., None], torch.ones_like(s.y[..., None], dtype=z.dtype))
+    cold = torch.ones_like(z).scatter_(2, s.y[..., None], torch.empty_like(z[..., :1]).fill_(-1.0))
     eighth = F.one_hot(s.y, VOCAB) / 8 + torch.tensor(0.5, dtype=z.dtype, device=z.device)
     return (
         -(smooth * z.log_softmax(-1)).sum(-1).mean(),
         (z * eighth)[:, 1:].mean(-1, keepdim=True),
         (by_ones.sub_(0.25) * z).sum(),
+        (z * cold).sum(-1),
     )
 
 
@@ -720,7 +722,35 @@ def _smoothed_divergence(s: World) -> Any:
         F.kl_div(log_probs * 0.5, targets),
         F.kl_div(s.z.log_softmax(-1), hot, reduction="batchmean"),
         torch.nn.KLDivLoss(reduction="batchmean")(s.z[0].log_softmax(-1), hot[0] * 0.8 + 0.2 / VOCAB),
+        F.kl_div(s.zb[0, 0].log_softmax(-1), F.one_hot(s.y[0, 0], VOCAB) * 0.5 + 0.1, reduction="batchmean"),
     )
+
+
+def _smoothed_over_no_rows(s: World) -> Any:
+    """Of no rows means are NaN."""
+    z, hot = s.z[:, :0].reshape(-1, VOCAB), F.one_hot(s.y[:, :0].reshape(-1), VOCAB).to(s.x.dtype)
+    log_probs = z.log_softmax(-1)
+    return (
+        F.cross_entropy(z, hot),
+        F.kl_div(log_probs, hot),
+        F.kl_div(log_probs, hot, reduction="batchmean"),
+        F.kl_div(s.z[:, :0].log_softmax(-1), F.one_hot(s.y[:, :0], VOCAB).to(s.x.dtype), reduction="batchmean"),
+    )
+
+
+def _targets_of_masked_classes(s: World) -> Any:
+    """Eager multiplies -inf by zero, and by positive numbers."""
+    z = s.zb.masked_fill(s.c > 0.7, -math.inf)
+    hot = F.one_hot(s.y, VOCAB).to(z.dtype)
+    log_probs = z.log_softmax(-1)
+    return (hot * log_probs).sum(-1), (log_probs * (0.3 - 0.2 * hot)).sum(-1), (log_probs * (hot + 0.1)).sum(-1)
+
+
+def _targets_in_other_dtypes(s: World) -> Any:
+    """``float32(0.7) - 0.7`` is 0, and so is what is not 0 but cut off."""
+    log_probs = s.z.log_softmax(-1)
+    none, cut = F.one_hot(s.y, VOCAB) * 0.7 - 0.7, torch.clone(input=F.one_hot(s.y, VOCAB) * 1.9).long()
+    return (none.bool() * log_probs).sum(-1), (cut * log_probs).sum(-1), (none.half() * log_probs).sum(-1)
 
 
 def _smoothed_targets_of_cross_entropy(s: World) -> Any:
@@ -828,6 +858,14 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "masked_after_a_softcap": _masked_after_a_softcap,
     "rows_at": _rows_at,
     "repeated_rows": _repeated_rows,
+    "one_index_for_rows_and_classes": lambda s: (lambda z, i: z.logsumexp(-1)[i] - z[i, i])(
+        s.zb.flatten(0, 1), torch.arange(7, device=s.x.device)
+    ),
+    "new_axis_behind_the_classes": lambda s: (
+        s.z[0][[0, 1], :, None].logsumexp(1),
+        s.zb[s.y[:, 0] % 2, :, :, None].sum(2),
+        s.z[[1, 0], None, :3].log_softmax(-1)[..., None].mean(3),
+    ),
     "less_logits": _less_logits,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
@@ -1007,9 +1045,12 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "smoothed_by_scatter": _smoothed_by_scatter,
     "smoothed_by_one_hot": _smoothed_by_one_hot,
     "smoothed_divergence": _smoothed_divergence,
+    "smoothed_over_no_rows": _smoothed_over_no_rows,
     "smoothed_targets_of_cross_entropy": _smoothed_targets_of_cross_entropy,
     "targets_written_on": _targets_written_on,
     "targets_of_some_rows": _targets_of_some_rows,
+    "targets_of_masked_classes": _targets_of_masked_classes,
+    "targets_in_other_dtypes": _targets_in_other_dtypes,
     "mask_by_a_full_tensor": lambda s: (lambda z: ce(torch.where(s.c > 0.6, torch.full_like(z, -9.0), z), s.y))(s.z),
     "clamped_log_probs": lambda s: _rows(s.zb.log_softmax(-1).clamp(min=torch.finfo(s.x.dtype).min), s.y),
     "one_hot_of_all": lambda s: -(s.zb.log_softmax(-1) * F.one_hot(s.y, VOCAB).to(s.x.dtype))[:, 1:].flip(1).sum(),

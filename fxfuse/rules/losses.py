@@ -54,9 +54,12 @@ def kl_div(call: Call, input: Any, target: Any, reduction: Any = "mean", log_tar
     targets = call.entries_of(target)
     if targets is not None and targets.classes is not None and not log_target:
         return kl_div_with(call, input, target, targets, reduction)
-    wanted = LogProbs if log_target else Probs
-    if not isinstance(input, (LogProbs, Mixture)) or not isinstance(target, wanted):
-        call.keep("unknown_reader", "kl_div of something other than log-probabilities of two heads")
+    if not isinstance(input, (LogProbs, Mixture)):
+        call.keep("unknown_reader", "kl_div of something other than log-probabilities")
+    if not isinstance(target, LogProbs if log_target else Probs):
+        call.keep(
+            "unknown_reader", "kl_div with targets that are neither another head's nor known from how they are made"
+        )
     if reduction == "none":
         return compared(call, input, target, divergence=True)
     return _with_teacher(call, input, target, True, reduction, classes_at=None)

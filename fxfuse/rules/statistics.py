@@ -153,6 +153,8 @@ def argmax(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Rea
 
 @rule(torch.max, "max", reads="scores", like=lambda input, dim=None, keepdim=False: None)
 def largest(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Reader | tuple[Reader, Reader]:
+    if dim is not None and not isinstance(dim, int):
+        call.keep("unknown_reader", f"{call.name} with another tensor")
     return _most_of_all(call, input) if dim is None else most(call, input, dim, keepdim)
 
 

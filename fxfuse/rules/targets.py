@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..algebra import Entries, Logits, LogProbs
+from ..algebra import ClassTensor, Entries, Logits, LogProbs
 from ..compat import same
 from ..ops.contract import acc_dtype
 from ..readers import Coefficients, Index, Reader, Statistics, weigh, with_offset
 from ..replay import Emit, Handle
+from ..transform import MASKED
 from . import Call
 
 
@@ -20,6 +21,23 @@ def are_targets_of(call: Call, input: Any, target: Any) -> bool:
     """Whether ``target`` has an entry for each of ``input``, and the classes come last."""
     sizes, last = call.example(target).shape, input.class_dim == len(input.shape) - 1
     return last and len(sizes) == len(input.shape) and all(map(same, sizes, input.shape))
+
+
+def can_weigh(input: ClassTensor, targets: Entries) -> bool:
+    """Whether sums weighed by such targets come out as in eager, also with what masks leave of the classes.
+
+    There eager multiplies -inf by the target, which may be 0, and numbers near the end of float32, which a sum over the
+    classes would pass.
+    """
+    numbers = [op.args[1] for op in input.class_ops if op.name in ("fill", "assign")]
+    numbers += [step.number for step in input.transform if step.name == MASKED]
+    infinite = any(map(math.isinf, numbers)) or any(op.name == "shift" for op in input.class_ops)
+    huge = any(_HUGE < abs(number) < math.inf for number in numbers)
+    known = all(map(math.isfinite, targets[:2])) and not huge
+    return known and (not infinite or targets.on > targets.off > 0.0)
+
+
+_HUGE = 1e30
 
 
 def cross_entropy_with(
@@ -36,9 +54,10 @@ def cross_entropy_with(
 
 def kl_div_with(call: Call, input: Any, target: Any, targets: Entries, reduction: Any) -> Reader:
     """``sum_j q_j (log q_j - log_prob_j)`` of each row, with q the targets and 0 log 0 = 0."""
-    positive = min(targets[:2]) >= 0.0
-    if not isinstance(input, LogProbs) or not positive or reduction not in ("mean", "sum", "batchmean"):
-        call.keep("unknown_reader", f"{call.name} with targets of classes")
+    if not isinstance(input, LogProbs):
+        call.keep("unknown_reader", f"{call.name} of something other than log-probabilities")
+    if not min(targets[:2]) >= 0.0 or reduction not in ("mean", "sum", "batchmean"):
+        call.keep("unknown_reader", f"{call.name} with negative targets, or of every entry,")
     off, on = (number * math.log(number) if number else 0.0 for number in targets[:2])
     return _loss(call, input, target, targets, reduction, on + (input.vocab - 1) * off)
 
@@ -48,8 +67,8 @@ def _loss(call: Call, input: Any, target: Any, targets: Entries, reduction: str,
 
     With q_j = off + (on - off) [j = y] the sum is ``off (sum_j z_j - V lse) + (on - off) log_prob_y``.
     """
-    if not are_targets_of(call, input, target):
-        call.keep("unknown_reader", f"{call.name} with targets of classes")
+    if not are_targets_of(call, input, target) or not can_weigh(input, targets):
+        call.keep("unknown_reader", f"{call.name} with such targets")
     acc, dims = acc_dtype(input.head.dtype), len(input.shape)
     off, gap = targets.off * input.factor, (targets.on - targets.off) * input.factor
 
@@ -58,14 +77,23 @@ def _loss(call: Call, input: Any, target: Any, targets: Entries, reduction: str,
         return emit(ops.check_index, flat, input.vocab, None)
 
     def coefficients(emit: Emit, index: Handle) -> Coefficients:
-        each = emit(torch.ones_like, emit(torch.squeeze, index, 1), dtype=acc)
-        if reduction == "mean":
-            per_entry = input.vocab if isinstance(input, LogProbs) else 1
-            each = emit(torch.div, each, emit(torch.mul, emit(torch.sum, each), per_entry))
-        elif reduction == "batchmean":
-            each = emit(torch.div, each, emit(torch.Tensor.size, input.hidden_states(emit), 0))
+        each, offset = emit(torch.ones_like, emit(torch.squeeze, index, 1), dtype=acc), None
+        if reduction in ("mean", "batchmean"):
+            count = emit(torch.sum, each)
+            if reduction == "mean":
+                count = emit(torch.mul, count, input.vocab) if isinstance(input, LogProbs) else count
+            elif input.class_dim == 0:
+                count = emit(torch.full_like, count, float(input.vocab))
+            else:
+                count = emit(
+                    torch.mul, emit(torch.ones_like, count), emit(torch.Tensor.size, input.hidden_states(emit), 0)
+                )
+            # 0 / 0: of no rows the mean is NaN.
+            each, offset = emit(torch.div, each, count), emit(torch.div, emit(torch.zeros_like, count), count)
         log_prob = emit(torch.unsqueeze, emit(torch.mul, each, -gap), 1)
-        offset = emit(torch.sum, emit(torch.mul, each, entropy)) if entropy else None
+        if entropy:
+            more = emit(torch.sum, emit(torch.mul, each, entropy))
+            offset = more if offset is None else emit(torch.add, offset, more)
         if off == 0.0:
             return Coefficients(None, log_prob, None, offset)
         return Coefficients(emit(torch.mul, each, off * input.vocab), log_prob, emit(torch.mul, each, -off), offset)

@@ -33,7 +33,7 @@ from ..replay import ClassOp, Extension, RowOp, RowShift
 from ..transform import MASKED, Step, then
 from . import Call, rule
 from .casts import converted
-from .targets import are_targets_of
+from .targets import are_targets_of, can_weigh
 from .two_heads import compared, shifted, summed, weighted
 
 # --- by a number ------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def _is_one_a_class(input: ClassTensor, like: torch.Tensor) -> bool:
 def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> ClassTensor:
     like = _like(call, input, other)
     if not isinstance(input, Logits):
-        call.keep("unknown_reader", f"{call.name} of log-probabilities by a tensor")
+        call.keep("unknown_reader", f"{call.name} of what is made of the logits by a tensor")
     if input.transform:
         call.keep("unknown_reader", f"{call.name} by a tensor, after another function of the logits,")
     if like.is_complex():
@@ -207,8 +207,9 @@ def mul(call: Call, input: Any, other: Any) -> ClassTensor:
 
 def _targeted(call: Call, input: Any, other: Any, targets: Entries) -> ClassTensor:
     """Times a tensor ``other`` that holds ``targets``."""
-    if type(input) not in (Logits, LogProbs) or not are_targets_of(call, input, other):
-        call.keep("unknown_reader", f"{call.name} by a one-hot tensor")
+    known = type(input) in (Logits, LogProbs) and are_targets_of(call, input, other) and can_weigh(input, targets)
+    if not known:
+        call.keep("unknown_reader", f"{call.name} by targets")
     dtype = converted(call, input, call.out.dtype)
     made = {"of": type(input), "targets": targets, "axis": input.class_dim, "since": len(input.row_ops)}
     return become(Targeted, input, call.name, dtype=dtype, **made)
@@ -359,7 +360,7 @@ def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) 
     step, mark, before = Step(MASKED, value), op(math.copysign(math.inf, -input.scale)), input
     if input.transform[-1] == step:
         return of_classes(input, call.name, mark, dtype=dtype)
-    bounded = any(known.name in ("tanh", "sigmoid", "softsign") for known in input.transform)
+    bounded = any(known.name in ("tanh", "sigmoid") for known in input.transform)
     known_bias = not input.has_bias or bounded
     if (
         any(known.name == MASKED for known in input.transform)

@@ -219,16 +219,16 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
     else:
         entries += [slice(None)] * (dims - taken)
     axis, class_dim, place = 0, -1, 0  # of the input; of the class axis in the result; of the result
-    advanced = False
+    advanced, behind = False, 0  # new axes behind that of the classes
     classes: Any = None
     for i, entry in enumerate(entries):
         if entry is None:
             place += 1
+            behind += axis > input.class_dim
             continue
         if axis == input.class_dim:
-            by_list = _is_list(call, entry) and all(
-                e is None or isinstance(e, slice) for e in entries if e is not entry
-            )
+            others = entries[:i] + entries[i + 1 :]
+            by_list = _is_list(call, entry) and all(e is None or isinstance(e, slice) for e in others)
             if _is_index(call, entry) and not by_list:
                 return _entries(call, input, entries)
             if not by_list and not (isinstance(entry, slice) and _is_constant(entry)):
@@ -255,7 +255,7 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
         # Where indexed axes end up depends on which they are; the class axis stays the last if it was.
         if input.class_dim != dims - 1:
             call.keep("unknown_reader", "indexing of the logits by a tensor, with the vocabulary not last,")
-        class_dim = len(shape) - 1
+        class_dim = len(shape) - 1 - behind
     op = RowOp(operator.getitem, (tuple(entries),))
     selected = derive(input, "[…]", op, shape=shape, class_dim=class_dim)
     # The classes are taken by the same call.
@@ -265,9 +265,11 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
 def _taken(call: Call, input: ClassTensor, name: str, classes: Any, **changes: Any) -> ClassTensor:
     """Some of the classes of logits: those of a slice, a list or an index tensor."""
     if not isinstance(input, Logits):
-        call.keep("unknown_reader", "a selection of classes of log-probabilities")
+        call.keep("unknown_reader", "a selection of classes of what is made of the logits")
     if not isinstance(classes, slice):
         count = len(classes) if isinstance(classes, list) else call.example(classes).shape[0]
+        if not isinstance(count, int):
+            call.keep("unknown_reader", "a selection of classes whose number is not known")
         return of_classes(input, name, ClassOp("select", (classes,), count), **changes)
     count = len(range(*classes.indices(input.vocab)))
     if count == 0 or (classes.step or 1) < 1:
