@@ -871,9 +871,11 @@ def targets(b: Builder) -> bool:
     if not b.emit(f"{q} = {b.fill(b.pick(TARGETS), v)}"):
         return False
     for _ in range(b.pick((0, 0, 1, 2))):
+        if b.chance(3):  # eager's backward wants what is written to next
+            read = b.fresh("r")
+            if b.emit(f"with torch.no_grad():\n    {read} = {b.fill(b.pick(OF_TARGETS), v, q=q)}"):
+                b.results.append(read)
         b.emit(b.fill(b.pick(EDITS_OF_TARGETS), v, q=q))
-        if b.chance(3):
-            _result(b, b.fill(b.pick(OF_TARGETS), v, q=q))
     return _result(b, b.fill(b.pick(OF_TARGETS), v, q=q))
 
 
