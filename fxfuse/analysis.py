@@ -88,6 +88,10 @@ class Candidate:
         self.read, self.shown = self.read or other.read, self.shown or other.shown
 
 
+# Functions whose arguments say where they write.
+_AT_AN_INDEX = frozenset((operator.setitem, "index_fill_"))
+
+
 def example_of(handle: Any) -> Any:
     """The example value of a node; anything else as it is."""
     return handle.meta.get("example_value") if isinstance(handle, Node) else handle
@@ -316,12 +320,14 @@ class Analysis:
         # A part of memory may be written to as a whole if nothing else is seen of the rest.
         if not (_fills_memory(target) or views == [target]) or not same_mode or len(values) > 1:
             call.keep("mutated")
-        by_numbers = all(arg is None or isinstance(arg, (int, float)) for arg in node.args[1:])
+        operands = [example_of(n) for n in node.all_input_nodes if n is not target]
+        # An index means other classes to another view, a number the same to all.
+        anywhere = called(node) not in _AT_AN_INDEX and not operands
         become: dict[Node, Any] = {}
         whole: Any = self._values[target]
         for view in views:
             value = self._values[view]
-            if not isinstance(value, ClassTensor) or not (by_numbers or self._alike(value, whole)):
+            if not isinstance(value, ClassTensor) or not (anywhere or self._alike(value, whole, operands)):
                 call.keep("mutated", f"{call.name}, through a view,")
             if value.requires_grad != whole.requires_grad:  # the values of one change, but not its gradients
                 call.keep("mutated", f"{call.name}, through a detached view,")
@@ -334,8 +340,19 @@ class Analysis:
             self._made[view] = node
 
     @staticmethod
-    def _alike(value: ClassTensor, other: Any) -> bool:
-        return value.class_dim == other.class_dim and _same_shape(value.shape, other.shape)
+    def _alike(value: ClassTensor, other: Any, operands: Sequence[Any]) -> bool:
+        """Whether ``operands`` mean the same to two views of one memory: their entries lie alike, or matter alike."""
+        if value.class_dim != other.class_dim or not _same_shape(value.shape, other.shape):
+            return False
+        behind = len(value.shape) - value.class_dim  # the class axis, counted from the end
+        by_class = (
+            compat.same(size, 1)
+            for like in operands
+            if isinstance(like, Tensor)
+            for axis, size in enumerate(like.shape, -like.dim())
+            if axis != -behind
+        )
+        return value.row_key(whole=True) == other.row_key(whole=True) or all(by_class)
 
     def _reader_of(self, handle: Any) -> Reader | None:
         node = handle

@@ -63,6 +63,7 @@ HIDDEN_STATES = [  # with the labels of their rows
     ("s.x * 2", "{y}"),
     ("s.x[:, 1:]", "{y}[:, 1:]"),
     ("s.x[:, :-1, :]", "{y}[:, 1:]"),
+    ("s.x[:, :BATCH]", "{y}[:, :BATCH]"),  # as many along either axis
     ("s.x.reshape(-1, HIDDEN)", "{y}.reshape(-1)"),
     ("s.x.view(-1, HIDDEN)", "{y}.view(-1)"),
     ("F.layer_norm(s.x, (HIDDEN,))", "{y}"),
@@ -243,6 +244,10 @@ SLICES = [  # of classes
 WRITES_TO_LOGITS = [
     "{z} /= 2",
     "{z} *= 0.5",
+    "{z} *= s.x[..., :1].exp()[:, :BATCH]",
+    "{z}.sub_(other={z}.detach().amax({c}, keepdim=True))",
+    "{z}.add_(other=s.b[:{n}]{v})",
+    "{z}.index_fill_(dim={c}, index=torch.arange(2, device={z}.device), value=-3.0)",
     "{z} += 1",
     "{z} -= 0.5",
     "{z}.div_(2)",

@@ -1112,6 +1112,35 @@ def _mutated_rows(s: World) -> Any:
     return ce(z, s.y)
 
 
+def _written_beside_rows_in_another_order(s: World) -> Any:
+    """With as many rows along one axis as along the other, so that shapes do not tell them apart."""
+    z = F.linear(s.x[:, :BATCH], s.w)
+    turned = z.transpose(0, 1)
+    z *= s.x[:, :BATCH, :1].exp()
+    return turned.logsumexp(-1)
+
+
+def _written_by_keyword_beside_a_transposed_view(s: World) -> Any:
+    z = F.linear(s.x[0, :3], s.w[:3])
+    turned = z.t()
+    z.add_(other=s.x[0, :3, :1])
+    return turned.logsumexp(0), z.logsumexp(-1)
+
+
+def _class_written_beside_a_slice(s: World) -> Any:
+    z = F.linear(s.x[0, 0], s.w)
+    rest = z[2:]
+    z[3] = -5.0
+    return rest.logsumexp(-1)
+
+
+def _classes_filled_beside_a_slice(s: World) -> Any:
+    z = s.z
+    rest = z[..., 2:]
+    z.index_fill_(dim=2, index=torch.tensor([2, 5], device=z.device), value=-9.0)
+    return rest.logsumexp(-1)
+
+
 def _mutated_by_rows_through_a_view(s: World) -> Any:
     z = s.z
     flat = z.view(-1, VOCAB)
@@ -1414,6 +1443,12 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
         lambda s: ((s.z.tanh().masked_fill(s.c > 0.6, -2.0)) * 2).masked_fill(s.c < 0.2, 1.0).logsumexp(-1),
     ),
     "mask_after_a_shift_of_a_bias": ("unknown_reader", lambda s: (s.zb + 1).masked_fill(s.c > 0.6, 2.0).logsumexp(-1)),
+    "written_beside_rows_in_another_order": ("mutated", _written_beside_rows_in_another_order),
+    "written_by_keyword_beside_a_transposed_view": ("mutated", _written_by_keyword_beside_a_transposed_view),
+    "class_written_beside_a_slice": ("mutated", _class_written_beside_a_slice),
+    "classes_filled_beside_a_slice": ("mutated", _classes_filled_beside_a_slice),
+    "expanded_class": ("unknown_reader", lambda s: s.z[..., 3:4].expand(-1, -1, 7).logsumexp(-1)),
+    "sum_of_all_in_its_dimensions": ("unknown_reader", lambda s: s.z.sum(None, keepdim=True)),
     "repeated_vocabulary": ("unknown_reader", lambda s: s.z.repeat(1, 1, 2).logsumexp(-1)),
     "single_entries_along_rows": (
         "class_dim",

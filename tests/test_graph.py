@@ -442,6 +442,29 @@ def test_projections_inside_the_model_are_no_heads() -> None:
     assert captured_sites(model, torch.randn(2, 5, 16)) == []
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: torch.einsum("btd,vd->btv", x, w),
+        lambda x, w: torch.tensordot(x, w, ([2], [1])),
+        lambda x, w: torch.einsum("vd,btd->btv", w, x[..., :1].expand(-1, -1, 4)),
+    ],
+)
+def test_a_hidden_axis_of_one_that_is_spread_is_no_heads(product: Any) -> None:
+    s = World.make()
+    narrow = s.w[:, :1]
+    assert captured_sites(lambda: ce(product(s.x, narrow), s.y)) == []
+    torch.testing.assert_close(compiled(lambda: ce(product(s.x, narrow), s.y))(), ce(product(s.x, narrow), s.y))
+
+
+def test_a_selection_of_classes_by_a_list_of_unknown_length() -> None:
+    s = World.make()
+    program = lambda i: s.z[..., i].mean(-1).sum()  # noqa: E731
+    f = compiled(program, dynamic=True)
+    for length in (3, 5):
+        torch.testing.assert_close(f(torch.arange(length)), program(torch.arange(length)))
+
+
 def test_logits_that_nothing_reads_are_deferred_when_returned() -> None:
     (site,) = captured_sites(torch.nn.Linear(4, 1000), torch.randn(2, 5, 4))
     assert site.status == "deferred"

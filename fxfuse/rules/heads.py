@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..algebra import Head
-from ..compat import hint
+from ..compat import hint, same
 from . import Call, head
 
 # How many times as large as the hidden size a vocabulary is: more than what a gated MLP projects to (28672 / 8192 =
@@ -46,6 +46,8 @@ def tensordot(call: Call, a: Any, b: Any, dims: Any = 2) -> Head | None:
         return None
     if len(dims[0]) != 1 or len(dims[1]) != 1 or dims[0][0] % call.example(a).dim() != call.example(a).dim() - 1:
         return None
+    if not same(call.example(a).shape[-1], call.example(b).shape[dims[1][0]]):
+        return None  # an axis of size one is spread
     return _head(call, a, b, None, transposed=dims[1][0] % 2 == 0)
 
 
@@ -89,7 +91,10 @@ def einsum(call: Call, equation: Any, operands: Any) -> tuple[Head, ...]:
         (hidden,) = shared
         vocab = classes.replace(hidden, "")
         placed = rows.replace(hidden, vocab)
-        if sorted(placed) != sorted(result):
+        spread = not same(
+            call.example(input).shape[rows.index(hidden)], call.example(weight).shape[classes.index(hidden)]
+        )
+        if sorted(placed) != sorted(result) or spread:  # an axis of size one
             continue
         order = tuple(map(placed.index, result))
         axis = rows.index(hidden) - len(rows)

@@ -52,6 +52,8 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader
     share = 1.0 / input.vocab if mean else 1.0
     if dim is not None:
         along_classes(call, input, dim)
+    elif keepdim:
+        call.keep("unknown_reader", f"{call.name} of all logits with keepdim=True")
     converted(call, input, call.out.dtype)
     index, targets = None, input.targets if isinstance(input, Targeted) else constant(1.0)
     if isinstance(input, Comparison):

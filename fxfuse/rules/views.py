@@ -135,6 +135,8 @@ def attribute(call: Call, input: ClassTensor, name: str) -> ClassTensor:
 def expand(call: Call, input: ClassTensor, shape: tuple[Any, ...]) -> ClassTensor:
     sizes, out = list(_sizes(tuple(shape))), call.out.shape
     axis = len(out) - (len(input.shape) - input.class_dim)
+    if not same(out[axis], input.vocab):
+        call.keep("unknown_reader", "expand of the vocabulary")
     sizes[axis] = -1
     return derive(input, call.name, RowOp(torch.Tensor.expand, tuple(sizes)), shape=out, class_dim=axis)
 
