@@ -140,8 +140,10 @@ def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tenso
     log-sum-exp in the backward.
     """
     _check_tensors("linear_logsumexp", {"linear_bias": linear_bias}, input=input, linear_weight=linear_weight)
-    lse = _read(_rows(input), linear_weight, linear_bias, [(torch.logsumexp, (-1,), {})], True)
-    return lse.reshape(input.shape[:-1])
+    steps: list[_Step] = [(torch.logsumexp, (-1,), {})]
+    if linear_weight.dim() != 2:
+        return _eager(F.linear(input, linear_weight, linear_bias), steps)
+    return _read(_rows(input), linear_weight, linear_bias, steps, True).reshape(input.shape[:-1])
 
 
 def _check_tensors(function: str, optional: dict[str, Any], **arguments: Any) -> None:

@@ -390,6 +390,8 @@ def test_unusual_arguments_that_eager_takes(device: str) -> None:
     check(linear_log_probs, operands, p.target[:, None].expand(5, 100) % 7)
     check(linear_log_probs, operands, p.target[:3, None])  # fewer rows
     check(linear_log_probs, operands, p.target[:, None][:, :0])
+    for input in (p.input, torch.stack([p.input] * 2).detach().requires_grad_()):  # one logit a row
+        check(linear_logsumexp, [input, p.weight[0].detach().requires_grad_()])
     for smoothing in (-0.1, nan):  # eager asks whether it is above zero
         check(linear_cross_entropy, operands, p.target, label_smoothing=smoothing)
 
