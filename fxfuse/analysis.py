@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from . import compat
 from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
-from .entries import entries_of
+from .entries import Contents
 from .escape import Escaped, chain_between
 from .mutation import Timeline, called, storages, tensors, writes
 from .ops.contract import SUPPORTED_DTYPES
@@ -140,6 +140,10 @@ class Analysis:
     @functools.cached_property
     def timeline(self) -> Timeline:
         return Timeline(self.graph)
+
+    @functools.cached_property
+    def _contents(self) -> Contents:
+        return Contents(self.timeline)
 
     def _visit(self, node: Node) -> None:
         values = [self._values[n] for n in node.all_input_nodes if n in self._values]
@@ -276,7 +280,7 @@ class Analysis:
                 self.needed.setdefault(node, reason)
 
     def _call(self, node: Node, out: Any) -> Call:
-        entries = functools.partial(entries_of, place=node, timeline=self.timeline)
+        entries = functools.partial(self._contents.of, place=node)
         return Call(function_name(node), out, example_of, location(node), self._reader_of, entries)
 
     def _note(self, node: Node, outcome: Any, values: Sequence[_Value]) -> None:

@@ -6,6 +6,7 @@ tensors, and the targets that programs make of these to smooth labels by hand.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -23,37 +24,50 @@ from .mutation import Timeline, called, storages, writes
 Told = Callable[[Any], Entries | None]
 
 
-def entries_of(handle: Any, place: Node, timeline: Timeline) -> Entries | None:
-    """What the tensor of a node, or a number, holds when ``place`` is about to run; None if that is not known."""
-    if isinstance(handle, (int, float)) and not isinstance(handle, bool):
-        return constant(float(handle))
-    if not isinstance(handle, Node) or not isinstance(_example(handle), Tensor):
-        return None
-    maker = _maker(handle)
-    if _example(maker).requires_grad or timeline.unplaced_write(maker):
-        return None
-    found = _made(maker, timeline)
-    for node in timeline.writers(maker, before=place):
-        edit = _CHANGES.get(_out_of_place(node))
-        if found is None or edit is None or _maker(node) is not maker or storages(node) != storages(maker):
+class Contents:
+    """What the tensors of a graph hold, as far as it is known."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._made: dict[Node, Entries | None] = {}  # by the nodes that made them, before anything else wrote to them
+        self._depth = 0
+
+    def of(self, handle: Any, place: Node) -> Entries | None:
+        """What the tensor of a node, or a number, holds when ``place`` is about to run; None if that is not known."""
+        if isinstance(handle, (int, float)) and not isinstance(handle, bool):
+            return constant(float(handle))
+        if not isinstance(handle, Node) or not isinstance(_example(handle), Tensor):
             return None
-        before = found
-        told: Told = lambda arg, node=node, before=before: (  # type: ignore[misc]  # noqa: E731
-            before if arg is node.args[0] else entries_of(arg, node, timeline)
-        )
-        found = _stored(edit(node, told), node)
-    # Classes that nothing writes to are what they were.
-    return None if found is None or (found.classes is not None and timeline.is_written(found.classes)) else found
+        maker = _maker(handle)
+        if _example(maker).requires_grad or self._timeline.unplaced_write(maker):
+            return None
+        found = self._of_maker(maker)
+        for node in self._timeline.writers(maker, before=place):
+            edit = _CHANGES.get(_out_of_place(node))
+            if found is None or edit is None or _maker(node) is not maker or storages(node) != storages(maker):
+                return None
+            found = _stored(edit(node, functools.partial(self._before, node, found)), node)
+        # Classes that nothing writes to are what they were.
+        written = found is not None and found.classes is not None and self._timeline.is_written(found.classes)
+        return None if written else found
+
+    def _of_maker(self, node: Node) -> Entries | None:
+        if node not in self._made:
+            make = _MAKERS.get(called(node)) or _CHANGES.get(called(node))
+            if make is None or node.kwargs.get("out") is not None or self._depth > _DEEPEST:
+                return None
+            self._depth += 1
+            self._made[node] = _stored(make(node, functools.partial(self.of, place=node)), node)
+            self._depth -= 1
+        return self._made[node]
+
+    def _before(self, edit: Node, edited: Entries, handle: Any) -> Entries | None:
+        """What the arguments of an edit hold, of which the first is what is edited."""
+        return edited if handle is edit.args[0] else self.of(handle, edit)
 
 
-def _made(node: Node, timeline: Timeline) -> Entries | None:
-    """What a node returns before anything is written to that."""
-    make = _MAKERS.get(called(node)) or _CHANGES.get(called(node))
-    return (
-        None
-        if make is None or node.kwargs.get("out") is not None
-        else _stored(make(node, lambda arg: entries_of(arg, node, timeline)), node)
-    )
+# Tensors that are made of so many others are not looked into, so that Python's stack suffices.
+_DEEPEST = 50
 
 
 def _stored(entries: Entries | None, node: Node) -> Entries | None:
@@ -144,7 +158,7 @@ def _each(function: Callable[..., float]) -> Callable[[Node, Told], Entries | No
                 classes = entries.classes
         try:
             return Entries(function(*(e.off for e in found)), function(*(e.on for e in found)), classes)
-        except (ValueError, ArithmeticError):  # of numbers that it is not defined for
+        except (TypeError, ValueError, ArithmeticError):  # of arguments that it is not defined for
             return None
 
     return of_entries
@@ -211,4 +225,4 @@ def _out_of_place(node: Node) -> Any:
     """The function that returns what a node writes to its first argument."""
     if node.op == "call_method":
         return str(node.target).removesuffix("_")
-    return _OPERATORS_IN_PLACE.get(node.target) if node.op == "call_function" else None
+    return _OPERATORS_IN_PLACE.get(called(node))
