@@ -229,9 +229,6 @@ PROGRAMS: dict[str, Program] = {
 
 # Where logits are computed nevertheless, in these styles.
 DENSE = {
-    "trl_gkd_jsd": STYLES,  # Dynamo ends the graph at the mask of prompts
-    "trl_gkd_jsd_with_masks_captured": ("eager_on_deferred",),
-    "trl_gkd_jsd_of_all_rows": ("eager_on_deferred",),
     "torchtune_forward_kl": STYLES,
     "torchtune_reverse_kl": STYLES,
     "torchtune_symmetric_kl": STYLES,
@@ -240,7 +237,7 @@ DENSE = {
     "openrlhf_warm_log_probs": STYLES,
 }
 # Dynamo ends the graph inside of these: logits are deferred there, and read in what it makes of the rest.
-GRAPH_BREAKS = ("openrlhf_log_probs", "torchmetrics_perplexity", "torchmetrics_accuracy")
+GRAPH_BREAKS = ("openrlhf_log_probs", "torchmetrics_perplexity", "torchmetrics_accuracy", "trl_gkd_jsd")
 
 
 def _library(name: str) -> Any:

@@ -109,7 +109,8 @@ def compared(call: Call, input: ClassTensor, target: ClassTensor, divergence: bo
     if not isinstance(input, Mixture):
         return _of_two(call, Comparison, input, target, terms=terms)
     total = math.fsum(input.weights)
-    if not input.log or abs(total - 1.0) > 1e-9:
+    rounding = 4 * torch.finfo(input.dtype).eps  # of the logarithms of the weights, which eager adds in that dtype
+    if not input.log or abs(total - 1.0) > rounding:
         call.keep("unknown_reader", f"{call.name} of a mixture whose weights add up to {total:g}")
     student, teacher = input.sides()
     of_student = target.has_logits_of(student)
