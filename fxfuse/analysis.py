@@ -257,7 +257,8 @@ class Analysis:
         if key not in TABLE or (any(isinstance(value, tuple) for value in values) and not TABLE[key].takes_parts):
             call.keep("unknown_reader")
         result = TABLE[key](call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
-        outcomes = tuple(outcome for outcome, _ in outcomes_of(call, result))
+        given = tuple(value for value in values if isinstance(value, ClassTensor))
+        outcomes = tuple(outcome for outcome, _ in outcomes_of(call, result, given))
         if node in self.whole:
             (outcome,) = outcomes
             assert isinstance(outcome, ClassTensor)

@@ -388,10 +388,10 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
             if not (derives and len(deferred) == 1) and not all(map(_claims_what_it_is, deferred)):
                 call.keep("unknown_reader")
             if derives:
-                given = (part for t in deferred for part in parts_of(_description(t)))
+                given = tuple(part for t in deferred for part in parts_of(_description(t)))
                 frozen = {id(handle) for part in given for handle in part.handles()}
                 described: dict[DeferredLogits, list[ClassTensor]] = {}
-                for outcome, made in outcomes_of(call, result):
+                for outcome, made in outcomes_of(call, result, given):
                     if isinstance(outcome, ClassTensor) and made is not deferred[0]:
                         if len(outcome.heads()) > 1 and not isinstance(outcome, OfTwoHeads):
                             call.keep("unknown_reader", f"{name} of logits of several calls")

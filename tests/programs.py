@@ -98,6 +98,24 @@ def _detached_scores(s: World) -> Any:
     return _rows(lp, s.y).detach() + 1
 
 
+def _frozen(s: World) -> torch.Tensor:
+    """Logits without a gradient: gradients begin at what programs do to them."""
+    return s.project(s.x.detach(), s.w.detach())
+
+
+def _learned_with_a_frozen_head(s: World) -> Any:
+    """A bias and a temperature, and accuracy of the logits before."""
+    z = _frozen(s)
+    calibrated = (z + s.b) / s.b[:1].exp()
+    return ce(calibrated, s.y), (z.argmax(-1) == s.y).sum()
+
+
+def _calibrated_beside_a_detached_head(s: World) -> Any:
+    with torch.no_grad():
+        z = s.z
+    return ce(z / s.b[:1].exp(), s.y)
+
+
 def _no_grad_head(s: World) -> Any:
     with torch.no_grad():
         z = s.z
@@ -829,6 +847,10 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "contiguous_transposed_weight": lambda s: ce(s.x @ s.w.t().contiguous(), s.y),
     "frozen_weight": lambda s: ce(F.linear(s.x, s.w.detach()), s.y),
     "frozen_input": lambda s: ce(F.linear(s.x.detach(), s.w, s.b), s.y),
+    "learned_with_a_frozen_head": _learned_with_a_frozen_head,
+    "learned_rows_of_a_frozen_head": lambda s: _rows((_frozen(s) * s.b[:TIME, None].exp()).log_softmax(-1), s.y),
+    "learned_class_scale_of_a_frozen_head": lambda s: ce(3 * torch.tanh(_frozen(s) * s.b.exp() / 3), s.y),
+    "frozen_head_masked_then_learned": lambda s: ce(_frozen(s).masked_fill(s.b.detach() > 1, -1e30) - s.b, s.y),
     "tied": _tied,
     "two_heads": _two_heads,
     "same_head_twice": _same_head_twice,
@@ -1389,6 +1411,8 @@ DEFERRED: dict[str, Callable[[World], Any]] = {
 
 KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "returned_beside_scores": ("returned", _returned_scores),
+    "learned_over_what_was_cut_off": ("unknown_reader", _calibrated_beside_a_detached_head),
+    "learned_over_detached_logits": ("unknown_reader", lambda s: ce(s.z.detach() + s.b, s.y)),
     "multi_label": ("unknown_reader", lambda s: F.binary_cross_entropy_with_logits(s.z, s.c.expand(s.z.shape) * 0.1)),
     "a_product_of_constants_underflows": (
         "unsupported_argument",

@@ -12,14 +12,14 @@ Both drivers look functions up here, and nowhere else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from ..algebra import ClassTensor, Entries, Head
+from ..algebra import ClassTensor, Entries, Head, Logits
 from ..compat import has_node
 from ..readers import Reader
 from ..reasons import Reason, because
@@ -203,20 +203,23 @@ def heads_of(function: Function, call: Call, args: tuple[Any, ...], kwargs: Mapp
 Outcome = ClassTensor | Reader
 
 
-def outcomes_of(call: Call, result: Any) -> list[tuple[Outcome, Any]]:
-    """What a rule returned, taken apart, each with what eager returns there, and cut off where that is."""
+def outcomes_of(call: Call, result: Any, given: Sequence[ClassTensor] = ()) -> list[tuple[Outcome, Any]]:
+    """What a rule returned, taken apart, each with what eager returns there, and cut off where that is.
+
+    ``given``: what it was made of, if nothing else shows the gradients that it begins to have.
+    """
     many = isinstance(result, tuple)
     if many and isinstance(call.out, Tensor):  # stacked, with the gradients that they had
         return [(one if call.out.requires_grad else replace(one, requires_grad=False), call.out) for one in result]
     pairs = list(zip(result, call.out, strict=True)) if many else [(result, call.out)]
-    return [(cut_off(replace(call, out=out), one), out) for one, out in pairs]
+    return [(cut_off(replace(call, out=out), one, given), out) for one, out in pairs]
 
 
 @overload
-def cut_off(call: Call, outcome: ClassTensor) -> ClassTensor: ...
+def cut_off(call: Call, outcome: ClassTensor, given: Sequence[ClassTensor] = ()) -> ClassTensor: ...
 @overload
-def cut_off(call: Call, outcome: Reader) -> Reader: ...
-def cut_off(call: Call, outcome: Outcome) -> Outcome:
+def cut_off(call: Call, outcome: Reader, given: Sequence[ClassTensor] = ()) -> Reader: ...
+def cut_off(call: Call, outcome: Outcome, given: Sequence[ClassTensor] = ()) -> Outcome:
     """``outcome``, marked where no_grad keeps gradients from flowing through it.
 
     A view that is made under no_grad of a tensor that requires grad claims to require it too, but has no grad_fn.
@@ -227,11 +230,23 @@ def cut_off(call: Call, outcome: Outcome) -> Outcome:
     if has_gradient is None:
         call.keep("mutated", "something, while a view of them that was made under no_grad is used,")
     if has_gradient:
-        if not source.requires_grad:
+        if source.requires_grad:
+            return outcome
+        if not given or type(outcome) is not Logits or any(_may_have_gradients(call, one) for one in given):
             call.keep("unknown_reader", f"{call.name}, with a gradient, of logits without one,")
-        return outcome
+        return replace(outcome, requires_grad=True)  # that of an operand of this call: there were none to cut off
     source = replace(source, requires_grad=False)
     return replace(outcome, source=source) if isinstance(outcome, Reader) else source
+
+
+def _may_have_gradients(call: Call, tensor: ClassTensor) -> bool:
+    """Whether anything that it is made of may require a gradient, from which it is cut off."""
+    head = tensor.head
+    if head.cut_off or len(tensor.heads()) > 1:
+        return True
+    operands = (head.input, head.weight, head.bias)
+    examples = (call.example(handle) for handle in (*operands, *tensor.handles()) if handle is not None)
+    return any(isinstance(example, Tensor) and example.requires_grad for example in examples)
 
 
 # Importing a family fills the table.
