@@ -364,7 +364,7 @@ class Analysis:
         while isinstance(node, Node) and node not in self._results and _adds_axes(node):
             node = node.args[0]
         reader = self._results.get(node)
-        if reader is None or compat.version(example_of(node)):
+        if reader is None or self.timeline.is_written(node):
             return None
         expected = list(reader.source.shape)
         expected[reader.source.class_dim] = 1

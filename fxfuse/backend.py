@@ -58,7 +58,7 @@ def fxfuse(
         places = () if whole else first_reads(gm.graph)  # only parts are told where they read what others return
         record = replace(captured(gm), enabled=own.enabled)
         watchers = [watcher() for watcher in journal.watchers]
-        sites, escapes = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), ())
+        sites, escapes, apart = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), (), None)
         record = journal.add(sites, record)
         if watchers:
             journal.watched[record.id] = Watched(watchers, mode, options or {})
@@ -75,6 +75,8 @@ def fxfuse(
     if escapes:
         assert isinstance(results, (tuple, list))
         run = restored(run, len(results), escapes, own.min_logits_bytes, own.memory)
+    if apart is not None:
+        run = apart.guard(run)
     return run if whole else on_plain_tensors(run, places)
 
 

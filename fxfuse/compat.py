@@ -232,6 +232,14 @@ def storage(example: Tensor) -> int | None:
         return None
 
 
+def address(value: Any) -> int:
+    """Where the storage of a tensor begins; 0 for one without memory, and for what is no tensor."""
+    try:
+        return value.untyped_storage().data_ptr() if isinstance(value, Tensor) and not is_fake(value) else 0
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
 @contextlib.contextmanager
 def fake_mode_of(example: Any) -> Iterator[None]:
     """Run in the fake mode that an example value belongs to, so that results belong to it too.

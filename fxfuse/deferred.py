@@ -433,7 +433,7 @@ def _shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _is_described(tensor: DeferredLogits) -> bool:
     """Whether the description holds: nothing was written, and gradients may go to the operands directly."""
     state = tensor._deferred
-    if state.described is None or state.memory.one or any(origin.hooked for origin in state.origins):
+    if state.described is None or state.memory.one or any(origin.waits_for_gradients() for origin in state.origins):
         return False
     if compat.forward_ad_active() or compat.transform_active():
         return False

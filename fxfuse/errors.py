@@ -163,7 +163,7 @@ def stale_logits(operand: str, how: str, head: str) -> StaleLogitsError:
             f"The logits of the projection at {head} were not computed, because nothing had read them; now that "
             f"something does, {names[operand]} of the projection cannot be used any more: {how}. Read them before that "
             f"(`logits.amax()` does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been "
-            "fine, but for logits that are made inside of its closure.)"
+            "fine.)"
         )
     )
 
@@ -198,6 +198,15 @@ def kept_dense(where: str, reason: Reason) -> FxfuseError:
     return FxfuseError(
         f"{where}: the logits are kept, because {reason.sentence}{at}. Remedy: {reason.remedy}. Without "
         "fxfuse.strict the program runs as it is."
+    )
+
+
+def arguments_share_memory() -> FxfuseWarning:
+    """Arguments of a compiled graph share memory that did not when it was captured, and the graph writes to them."""
+    return FxfuseWarning(
+        f"{caller()}: arguments of this compiled function share memory in this call, and did not when it was compiled. "
+        "It writes to one of them, so this call runs as it was captured, without being compiled or fused. To have it "
+        "compiled, pass copies (tensor.clone())."
     )
 
 

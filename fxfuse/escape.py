@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -129,6 +129,8 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
         return "from a graph that assigns to .data"  # what shared memory before can no longer be told
     for operand, read_at in operands:
         if isinstance(operand, Node):
+            if operand is not head.input and _has_other_versions(operand, others):
+                return "of a weight of which others have views with versions of their own"
             writer = timeline.write_between(operand, read_at, output)
             if writer is not None:
                 return f"after {function_name(writer)} has changed an operand"
@@ -143,6 +145,15 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     if (made or not _is_given(head.weight)) and compat.hint(value.hidden) > rows:
         return "fewer than the weight, which is computed in the graph"
     return ""
+
+
+def _has_other_versions(weight: Node, others: Set[Node]) -> bool:
+    """Whether a write to the memory of a weight may not show in its version: it was taken by ``.data``, or is computed
+    in the graph and returned too, for what compiled code returns in one memory need not have one version.
+    """
+    by_data = (node for node in weight.graph.nodes if function_name(node) == "_get_data_attr")
+    returned = () if _is_given(weight) else others - {weight}
+    return any(storages(node) & storages(weight) for node in (*by_data, *returned))
 
 
 def _is_contiguous(node: Node) -> bool:

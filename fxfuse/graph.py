@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
 from .analysis import Analysis, Candidate, analyse, example_of
+from .apart import Apart
 from .escape import Escape, send_out, why_not
 from .mutation import Timeline, tensors
 from .options import Options
@@ -352,10 +353,13 @@ def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, bool]]:
 
 
 class Rewritten(NamedTuple):
-    """What ``rewrite`` did: the heads, and the outputs that are now operands of logits instead of logits."""
+    """What ``rewrite`` did: the heads, the outputs that are now operands of logits instead of logits, and what the
+    arguments must be like for that.
+    """
 
     sites: tuple[Site, ...]
     escapes: tuple[tuple[Escape, Site], ...]
+    apart: Apart | None = None
 
 
 def rewrite(
@@ -367,11 +371,14 @@ def rewrite(
     """
     sites: list[Site] = []
     escapes: list[tuple[Escape, Site]] = []
+    apart: Apart | None = None
     for body, in_checkpoint in bodies(gm):
-        for site, sent in _rewrite_graph(body, options, in_checkpoint, None if in_checkpoint else end, watchers):
+        found, needs = _rewrite_graph(body, options, in_checkpoint, None if in_checkpoint else end, watchers)
+        for site, sent in found:
             sites.append(site)
             escapes += ((escape, site) for escape in sent)
-    return Rewritten(tuple(sites), tuple(escapes))
+        apart = apart if in_checkpoint else needs
+    return Rewritten(tuple(sites), tuple(escapes), apart)
 
 
 def _tell(watchers: list[Watcher], event: str, *args: Any) -> None:
@@ -386,7 +393,7 @@ def _tell(watchers: list[Watcher], event: str, *args: Any) -> None:
 
 def _rewrite_graph(
     gm: GraphModule, options: Options, in_checkpoint: bool, end: Ending | None, watchers: Sequence[Watcher]
-) -> list[tuple[Site, list[Escape]]]:
+) -> tuple[list[tuple[Site, list[Escape]]], Apart | None]:
     graph = gm.graph
     candidates: list[Candidate] = []
     made: list[Node] = []
@@ -402,6 +409,7 @@ def _rewrite_graph(
         analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
         told = {candidate: _told(candidate, analysis, end, in_checkpoint) for candidate in candidates}
+        apart = Apart.of(gm, analysis.timeline, candidates)
         planner = _Planner(analysis.timeline, options, candidates, in_checkpoint) if candidates else None
         listening = list(watchers) if candidates else []
         _tell(listening, "analysed", graph, candidates, in_checkpoint)
@@ -444,7 +452,7 @@ def _rewrite_graph(
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
         _tell(listening, "planned", candidates)
         _tell(listening, "rewritten", graph, dict.fromkeys(candidates, ()))
-        return [(_site(c, (), told.get(c, Told())), []) for c in candidates]
+        return [(_site(c, (), told.get(c, Told())), []) for c in candidates], None
     for old, _ in swaps:
         graph.erase_node(old)
     for candidate in candidates:
@@ -454,4 +462,5 @@ def _rewrite_graph(
         compat.recompile(gm)
     _tell(listening, "rewritten", graph, made_for)
     memory = options.memory
-    return [(_site(c, passes.get(c, ()), told[c], in_checkpoint, memory), sent.get(c, [])) for c in candidates]
+    sites = [(_site(c, passes.get(c, ()), told[c], in_checkpoint, memory), sent.get(c, [])) for c in candidates]
+    return sites, apart if swaps or sent else None

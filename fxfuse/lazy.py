@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .algebra import ClassTensor, Head
 from .eager import EMIT, dense
@@ -86,6 +87,33 @@ def parts_of(described: Described) -> tuple[ClassTensor, ...]:
     return described if isinstance(described, tuple) else (described,)
 
 
+class _Normaliser:
+    """What normalises rows, as it was returned. To take it for that is to send no gradient through it."""
+
+    def __init__(self, reader: Reader, tensor: Tensor) -> None:
+        self.reader = reader
+        self.used: Tensor | None = None  # itself, once it was taken for that: it may die, and its hooks live on
+        self._values = tensor.detach().clone()
+        self._version, self._grad_fn = tensor._version, tensor.grad_fn
+        self._hooks = _hooks(tensor)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is what it was, to autograd and behind its back."""
+        if self.is_watched(tensor) or tensor.grad_fn is not self._grad_fn or tensor._version != self._version:
+            return False
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True  # nothing may wait for the device
+        return torch.equal(tensor, self._values)
+
+    def is_watched(self, tensor: Tensor) -> bool:
+        """Whether something waits for its gradient."""
+        return tensor.retains_grad or _hooks(tensor) != self._hooks
+
+
+def _hooks(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ())
+
+
 @dataclass(eq=False)
 class Origin:
     """What all tensors share that come from one output of one call.
@@ -102,7 +130,7 @@ class Origin:
         log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
             selected and scaled by.
         way: how the output came to be, for the report; None where that is not known.
-        normalisers: what was read that normalises rows, with its version then and its reader.
+        normalisers: what was read that normalises rows.
         given: entries that fused ops have returned.
     """
 
@@ -116,25 +144,27 @@ class Origin:
     lock: Any = field(default_factory=threading.RLock)
     log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
     way: Way | None = None
-    normalisers: list[tuple[weakref.ref[Tensor], int, Reader]] = field(default_factory=list)
+    normalisers: Any = field(default_factory=WeakTensorKeyDictionary)
     given: list[Given] = field(default_factory=list)
 
     def remember(self, readers: Sequence[Reader], results: Sequence[Tensor]) -> None:
         """Note what readers returned that normalises rows."""
-        self.normalisers = [known for known in self.normalisers if known[0]() is not None]
         for reader, result in zip(readers, results, strict=True):
             if reader.normalises and not result.is_inference():
-                self.normalisers.append((weakref.ref(result), result._version, reader))
+                self.normalisers[result] = _Normaliser(reader, result)
 
     def reader_of(self, tensor: Any) -> Reader | None:
         """The reader that returned a tensor, with an axis for the classes; None where that is not known."""
-        if not isinstance(tensor, Tensor) or tensor.is_inference():
+        known = self.normalisers.get(tensor) if isinstance(tensor, Tensor) else None
+        if known is None or not known.is_still(tensor) or tensor.dim() != len(known.reader.source.shape):
             return None
-        for known, version, reader in self.normalisers:
-            same = known() is tensor and tensor._version == version
-            if same and tensor.dim() == len(reader.source.shape):
-                return reader
-        return None
+        known.used = tensor
+        return known.reader
+
+    def waits_for_gradients(self) -> bool:
+        """Whether something waits for the gradient of one of them, or of what was taken for their normaliser."""
+        used = (known for known in self.normalisers.values() if known.used is not None)
+        return self.hooked or any(known.is_watched(known.used) for known in used)
 
     @property
     def head(self) -> str:

@@ -7,10 +7,12 @@ waited for: a weight that it is about to change is copied first. Any other chang
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,13 +35,15 @@ class _Seal:
     """What shows that a tensor was written to: its version, its address and a sample of its bits.
 
     Writes through ``.data`` or by another library leave the version as it is. The sample has an element of every row
-    (of up to 2^18, else of as many), and all columns in turn: it shows what changes rows or columns as a whole.
+    (of up to 2^18, else of as many), and all columns in turn: it shows what changes rows or columns as a whole. Where
+    there is a copy, that takes the place of the sample.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, copy: Tensor | None = None) -> None:
         self.version = None if tensor.is_inference() else tensor._version
         self.address = tensor.data_ptr()
-        self.sample = _sample(tensor).clone()
+        self.sample_of = _sample if copy is None else _bits
+        self.sample = _sample(tensor).clone() if copy is None else _bits(copy)
 
     def broken(self, tensor: Tensor) -> str:
         """How ``tensor`` was changed; empty if it was not, as far as can be seen."""
@@ -51,7 +55,7 @@ class _Seal:
             return "it was changed in place"
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return ""  # nothing may wait for the device
-        return "" if torch.equal(_sample(tensor), self.sample) else "it was changed behind autograd's back"
+        return "" if torch.equal(self.sample_of(tensor), self.sample) else "it was changed behind autograd's back"
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -59,8 +63,11 @@ def _sample(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return torch.empty(0)
     step = max(tensor.shape[-1] - 1 if tensor.dim() > 1 else 1, -(-extent // _MOST_SAMPLES), 1)
-    bits = tensor.detach().view(_BITS[tensor.dtype.itemsize])
-    return bits.as_strided((-(-extent // step),), (step,))
+    return _bits(tensor).as_strided((-(-extent // step),), (step,))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(_BITS[tensor.dtype.itemsize])
 
 
 class Operands:
@@ -81,15 +88,17 @@ class Operands:
         self._on_copy = on_copy
         self._where = where
         self._originals = {name: getattr(head, name) for name in ("input", "weight", "bias")}
-        self._seals = {name: _Seal(t) for name, t in self._originals.items() if t is not None}
         self._copies: dict[str, Tensor] = {"input": head.input.detach().clone()} if exposed else {}
+        self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in self._originals.items() if t is not None}
+        self._known_to_autograd = self._to_autograd()
         cut_off: dict[str, Any] = {
             name: t.detach() for name, t in self._originals.items() if t is not None and not t.requires_grad
         }
         self.head = replace(head, **cut_off) if cut_off else head
-        _watch_optimizers()
+        _watch.begin()
         with _lock:
             _unread.add(self)
+        _watch.now()
 
     def as_they_were(self) -> Head:
         """The head with copies in the place of operands that have been copied: for values, not for gradients.
@@ -107,6 +116,17 @@ class Operands:
     def are_copied(self) -> bool:
         """Whether an operand was changed and there is a copy of it, through which no gradient flows."""
         return any(self._seals[name].broken(self._originals[name]) for name in self._copies)
+
+    def lead_where_they_did(self) -> bool:
+        """Whether gradients to the operands go where eager's do: to what these were made of, and whether any did, then.
+
+        A parameter may have been frozen since, or hidden states detached in place.
+        """
+        return self._to_autograd() == self._known_to_autograd
+
+    def _to_autograd(self) -> list[tuple[bool, Any]]:
+        operands = (t for t in self._originals.values() if t is not None)
+        return [(t.requires_grad, t.grad_fn if t.requires_grad else None) for t in operands]
 
     def are_read(self) -> None:
         """From now on the logits exist: no copy is needed."""
@@ -131,7 +151,28 @@ class Operands:
 
 
 @torch._dynamo.disable(reason=errors.STEP_NOT_TRACEABLE)
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Copy what the step is about to change; what its closure will make too, once that has."""
+    _copy(optimizer)
+
+    def then_copy(closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        @functools.wraps(closure)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            _copy(optimizer)
+            return loss
+
+        return call
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": then_copy(kwargs["closure"])}
+    return ((*args[:1], then_copy(args[1]), *args[2:]), kwargs) if len(args) > 1 else None
+
+
+def _copy(optimizer: torch.optim.Optimizer) -> None:
     with _lock:
         waiting = list(_unread)
     if not waiting:
@@ -143,7 +184,43 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         operands.keep(storages, copies)
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Once there is something to copy for, and not before: the hook breaks the graph of a step that is compiled."""
-    register_optimizer_step_pre_hook(_before_step)
+class _Watch:
+    """Of the steps of all optimizers: once there is something to copy for, and not before, for the hook breaks the
+    graph of a step that is compiled.
+    """
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._unseen: FrameType | None = None  # the step in whose closure it was begun
+
+    def begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._unseen = next(filter(_is_a_step, _stack()), None)
+            register_optimizer_step_pre_hook(_before_step)
+
+    def now(self) -> None:
+        """Copy what a step that began before the hook is about to change."""
+        if self._unseen is None:
+            return
+        if any(frame is self._unseen for frame in _stack()):
+            _copy(self._unseen.f_locals["self"])
+        else:
+            self._unseen = None
+
+
+def _stack() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_a_step(frame: FrameType) -> bool:
+    """Whether it is what calls the hooks of an optimizer's step, and then the step."""
+    here = frame.f_globals.get("__name__") == torch.optim.Optimizer.__module__
+    hooked = here and "pre_hook" in frame.f_code.co_varnames
+    return hooked and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+
+
+_watch = _Watch()

@@ -43,6 +43,8 @@ def heads_for(states: list[State], call: Call, readers: tuple[Reader, ...]) -> F
             raise
         if trained and operands.are_copied():
             call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
+        if trained and not operands.lead_where_they_did():
+            call.keep("operand_mutated", "a change of what requires a gradient")
         found[head] = origins[head], operands.head if trained else as_they_were
     return found
 
@@ -79,6 +81,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     reader = computed[0]
     # What readers of the same rows could share.
     shares = not reader.is_alone and not isinstance(source, OfTwoHeads)
+    # But where eager keeps nothing for the gradient of a bias, nothing of it is freed by the first backward.
+    shares &= not grad or any(head.input.requires_grad or head.weight.requires_grad for head in source.heads())
     kept = origin.log_sum_exps if shares and not compat.saving_is_watched() else {}
     known, _ = kept.get(key, (None, None))
     operands = operands_of(EMIT, source)
@@ -98,11 +102,11 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
         for result, out in zip(results, outs, strict=True)
     ]
-    origin.remember(readers, results)
     origin.given += given
-    for origin, _ in found.values():
-        origin.bypassed |= grad
+    for one, _ in found.values():
+        one.bypassed |= grad
         for result in results:
-            for signal in origin.signals if result.requires_grad else ():
+            for signal in one.signals if result.requires_grad else ():
                 result.register_hook(signal)
+    origin.remember(readers, results)
     return results

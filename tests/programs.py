@@ -98,6 +98,19 @@ def _detached_scores(s: World) -> Any:
     return _rows(lp, s.y).detach() + 1
 
 
+def _normaliser_written_behind_autograd(s: World) -> Any:
+    with torch.no_grad():  # eager's gradient would be of what was written
+        z = s.z
+        lse = z.logsumexp(-1, keepdim=True)
+        lse.data.add_(1)
+        return (z - lse).gather(-1, s.y[..., None])
+
+
+def _returned_beside_a_view_of_the_weight(s: World) -> Any:
+    w = s.w * 2
+    return F.linear(torch.cat([s.x, s.x, s.x]), w), w.view(-1)
+
+
 def _frozen(s: World) -> torch.Tensor:
     """Logits without a gradient: gradients begin at what programs do to them."""
     return s.project(s.x.detach(), s.w.detach())
@@ -1411,6 +1424,7 @@ DEFERRED: dict[str, Callable[[World], Any]] = {
 
 KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "returned_beside_scores": ("returned", _returned_scores),
+    "normaliser_written_behind_autograd": ("operand_mutated", _normaliser_written_behind_autograd),
     "learned_over_what_was_cut_off": ("unknown_reader", _calibrated_beside_a_detached_head),
     "learned_over_detached_logits": ("unknown_reader", lambda s: ce(s.z.detach() + s.b, s.y)),
     "multi_label": ("unknown_reader", lambda s: F.binary_cross_entropy_with_logits(s.z, s.c.expand(s.z.shape) * 0.1)),
@@ -1421,6 +1435,8 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "returned_transposed": ("returned", lambda s: s.z.mT),
     "returned_after_write": ("returned", _returned_after_write),
     "returned_after_data": ("returned", _returned_after_data),
+    "returned_of_the_data_of_a_weight": ("returned", lambda s: F.linear(s.x, s.w.data)),
+    "returned_beside_a_view_of_the_weight": ("returned", _returned_beside_a_view_of_the_weight),
     "returned_of_a_larger_weight": ("returned", lambda s: F.linear(s.x[0, :1], s.w * 2)),
     "probability_targets": (
         "probability_targets",

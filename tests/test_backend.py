@@ -172,6 +172,50 @@ def test_activations_that_products_of_the_backward_read_are_recomputed(fuses: bo
     torch.testing.assert_close((value, grads), (value_without, grads_without), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("of", ["weight", "hidden states"])
+def test_arguments_that_come_to_share_memory(of: str, inner: str) -> None:
+    """The graph writes to ``v``: where that is what the logits are of, they are those of before, as in eager."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        z = F.linear(x, w)
+        v.add_(1)
+        return z, z.logsumexp(-1)
+
+    def run(f: Any) -> list[torch.Tensor]:
+        s, results = World.make(), []
+        for shares in (False, True, False):
+            x, w = s.x.detach().clone(), s.w.detach().clone()
+            v = (w if of == "weight" else x).view(-1)[:17]
+            results += [one * 1 for one in f(x, w, v if shares else v.clone())]
+        return results
+
+    ours = compiled(program, inner=inner)
+    with new_sites() as sites, pytest.warns(fxfuse.FxfuseWarning, match=r"share memory.*clone"):
+        actual = run(ours)
+    torch.testing.assert_close(actual, run(program))
+    assert [site.status for site in sites] == ["deferred"]
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_temperature_that_changes_from_step_to_step(inner: str) -> None:
+    """Dynamo makes a symbol of a number that it sees change."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, y: torch.Tensor, t: float) -> torch.Tensor:
+        return ce(F.linear(x, w, b) / t, y) + (F.linear(x, w) * t).logsumexp(-1).mean()
+
+    s = World.make()
+    options = {"fxfuse.inner": inner, "fxfuse.min_logits_bytes": 0}
+    ours = torch.compile(program, backend="fxfuse", options=options)
+    with new_sites() as sites:
+        for t in (0.5, 0.6, 0.7):
+            actual, expected = ours(s.x, s.w, s.b, s.y, t), program(s.x, s.w, s.b, s.y, t)
+            torch.testing.assert_close(actual, expected)
+            found, wanted = (torch.autograd.grad(loss, s.leaves()) for loss in (actual, expected))
+            torch.testing.assert_close(found, wanted)
+    assert [site.status for site in sites] == ["fused"] * 4, "a static compilation and one for any number"
+
+
 # --- Inductor itself ------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import passes
+from fxfuse import operands, passes
 from fxfuse.deferred import DeferredLogits
 from fxfuse.report.records import journal
 
@@ -924,6 +925,177 @@ def test_a_read_after_any_other_change_is_refused(name: str, operand: str) -> No
         name_of = {"w": "the weight", "x": "the hidden states", "b": "the bias"}[operand]
         with pytest.raises(RuntimeError, match=rf"{name_of} .*{how}.*fxfuse\.defer_logits"):
             read(z, s)
+
+
+def _frozen_for_the_loss(s: World) -> Any:
+    """As in the turns of two networks that train each other."""
+    z = s.z
+    s.w.requires_grad_(False)
+    loss = ce(z, s.y)
+    s.w.requires_grad_(True)
+    return loss
+
+
+def _hidden_states_frozen_for_the_loss(s: World) -> Any:
+    z = s.z
+    s.x.requires_grad_(False)
+    loss = ce(z, s.y)
+    s.x.requires_grad_(True)
+    return loss
+
+
+def _read_while_frozen(s: World) -> Any:
+    z = s.z
+    s.w.requires_grad_(False)
+    z.logsumexp(-1)
+    s.w.requires_grad_(True)
+    return z.logsumexp(-1).square()
+
+
+def _hidden_states_detached_in_place(s: World) -> Any:
+    """Truncated backpropagation through time."""
+    h = s.x * 2
+    z = s.project(h, s.w)
+    h.detach_()
+    return ce(z, s.y)
+
+
+def _hidden_states_detached_and_made_a_leaf(s: World) -> Any:
+    h = s.x * 2
+    z = s.project(h, s.w)
+    h.detach_().requires_grad_()
+    return ce(z, s.y), ce(s.project(h, s.w), s.y)
+
+
+def _weight_detached_in_place(s: World) -> Any:
+    w = s.w * 2
+    z = s.project(s.x, w)
+    w.detach_()
+    return z.log_softmax(-1).gather(-1, s.y[..., None])
+
+
+def _two_losses_of_a_bias(s: World) -> Any:
+    """The first backward frees nothing that eager's second one needs."""
+    z = s.project(s.x.detach(), s.w.detach(), s.b)
+    z.logsumexp(-1).sum().backward()
+    z.logsumexp(-1).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(_frozen_for_the_loss, _hidden_states_frozen_for_the_loss, _read_while_frozen),
+        *(_hidden_states_detached_in_place, _hidden_states_detached_and_made_a_leaf, _weight_detached_in_place),
+        _two_losses_of_a_bias,
+    ],
+)
+def test_gradients_go_where_they_did_when_the_logits_were_made(program: Callable[[World], Any]) -> None:
+    def run(world: World) -> list[Tensor | None]:
+        out = program(world)
+        for one in out if isinstance(out, tuple) else (out,):
+            if one is not None:
+                one.sum().backward()
+        return [leaf.grad for leaf in leaves_of(world)]
+
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
+
+
+def test_hidden_states_that_were_copied_are_those_of_the_call() -> None:
+    """One element, written behind autograd's back: a sample would not show it."""
+
+    def run(c: Any) -> list[Any]:
+        s = World.make()
+        z = c(F.linear)(s.x, s.w)
+        s.x.data[0, 0, 1] = 7.0
+        loss = ce(z, s.y)
+        return [loss.detach(), z.detach() * 1]
+
+    torch.testing.assert_close(run(compiled), run(lambda f: f))
+
+
+def _normaliser_detached(z: Tensor, lse: Tensor) -> Any:
+    lse.detach_()
+    return z - lse
+
+
+def _normaliser_hooked(z: Tensor, lse: Tensor) -> Any:
+    lse.register_hook(lambda g: g * 3)
+    return z - lse
+
+
+def _normaliser_hooked_later(z: Tensor, lse: Tensor) -> Any:
+    lp = z - lse
+    lse.register_hook(lambda g: g * 3)
+    return lp
+
+
+def _sum_hooked(z: Tensor, lse: Tensor) -> Any:
+    e = z.exp()
+    total = e.sum(-1, keepdim=True)
+    total.register_hook(lambda g: g * 3)
+    return e / total
+
+
+@pytest.mark.parametrize("program", [_normaliser_detached, _normaliser_hooked, _normaliser_hooked_later, _sum_hooked])
+def test_what_autograd_is_told_of_a_normaliser(program: Callable[[Tensor, Tensor], Any]) -> None:
+    def read(z: Tensor, s: World) -> Tensor:
+        normalised = program(z, z.logsumexp(-1, keepdim=True))
+        return normalised.gather(-1, s.y[..., None])
+
+    assert_as_eager(read)
+
+
+def test_the_gradient_of_a_normaliser_is_kept() -> None:
+    def run(world: World) -> Any:
+        z = world.z
+        lse = z.logsumexp(-1, keepdim=True)
+        lse.retain_grad()
+        (z - lse).gather(-1, world.y[..., None]).sum().backward()
+        return lse.grad
+
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
+
+
+@pytest.mark.parametrize("write", [lambda lse: lse.data.add_(1), lambda lse: lse.numpy().__iadd__(1)])
+def test_a_normaliser_that_was_written_to_is_a_number_for_each_row(write: Callable[[Tensor], Any]) -> None:
+    """Behind autograd's back, so that its version does not tell."""
+
+    @torch.no_grad()
+    def run(world: World) -> Any:
+        z = world.z
+        lse = z.logsumexp(-1, keepdim=True)
+        write(lse)
+        return (z - lse).gather(-1, world.y[..., None])
+
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
+@pytest.mark.parametrize("known", [True, False], ids=["watched", "not_watched_yet"])
+def test_logits_of_a_closure_are_of_before_the_step(kind: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lightning steps, whose callbacks see what the training step returned."""
+
+    def run(world: World) -> list[Tensor]:
+        world.w = torch.nn.Parameter(world.w.detach())
+        optimizer = getattr(torch.optim, kind)([world.w], lr=0.1, **({"max_iter": 1} if kind == "LBFGS" else {}))
+        kept = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            kept.append(world.z)
+            loss = ce(kept[-1], world.y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+        return [z.detach() * 1 for z in kept]
+
+    if not known:
+        steps = sys.modules[torch.optim.Optimizer.__module__]
+        monkeypatch.setattr(steps, "_global_optimizer_pre_hooks", OrderedDict())
+        monkeypatch.setattr(operands, "_watch", operands._Watch())
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
 
 
 def test_only_what_eager_keeps_must_stay() -> None:

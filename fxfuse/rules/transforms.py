@@ -116,7 +116,8 @@ def _is_one_a_class(input: ClassTensor, like: torch.Tensor) -> bool:
 
 
 def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> ClassTensor:
-    like = _like(call, input, other)
+    symbolic = isinstance(call.example(other), (torch.SymFloat, torch.SymInt))  # a number that differs between calls
+    like = torch.empty((), device="meta") if symbolic else _like(call, input, other)
     if not isinstance(input, Logits):
         call.keep("unknown_reader", f"{call.name} of what is made of the logits by a tensor")
     if input.transform:
