@@ -284,7 +284,9 @@ class State:
         if self._is_replayable() and (whole or self.is_built() or self.described is None):
             assert self.thunk
             function, args, kwargs = tree_map_only(State, State.read, self.thunk)
-            return function(*args, **kwargs)
+            # What autocast converts it has converted already, where eager did.
+            with torch.autocast(self.origin.operands.head.input.device.type, enabled=False):
+                return function(*args, **kwargs)
         if self.described is None:
             raise AssertionError("an intermediate of deferred logits is read after they were written to")
         return self._project(self.described)

@@ -1125,6 +1125,17 @@ def test_only_what_eager_keeps_must_stay() -> None:
         torch.testing.assert_close(program(DeferredWorld.make()), program(World.make()))
 
 
+def test_what_waits_is_computed_in_the_mode_it_was_called_in(device: str) -> None:
+    def run(world: World) -> list[Tensor]:
+        z = world.z.detach()
+        waiting = [z.exp(), z.softmax(-1), z.log_softmax(-1)]
+        with torch.autocast(device, torch.bfloat16):
+            return [t * 1 for t in waiting]
+
+    actual = run(DeferredWorld.make(torch.bfloat16, device))
+    torch.testing.assert_close(actual, run(World.make(torch.bfloat16, device)), rtol=2e-2, atol=2e-2)
+
+
 def test_copies_wait_through_a_write_and_a_step() -> None:
     def run(world: World) -> list[Tensor]:
         with torch.no_grad():
