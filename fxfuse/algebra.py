@@ -304,6 +304,10 @@ class Mixture(OfTwoHeads):
     log: bool = True
 
 
+class LogRatio(OfTwoHeads):
+    """Log-probabilities of the one less those of the other, times a number."""
+
+
 @dataclass(frozen=True)
 class Comparison(OfTwoHeads):
     """What is added up to compare both with a mixture m of them, times a number.

@@ -19,6 +19,7 @@ from .algebra import (
     Exponentials,
     Logits,
     LogProbs,
+    LogRatio,
     Mixture,
     OfTwoHeads,
     Probs,
@@ -87,6 +88,8 @@ def _of_two(value: OfTwoHeads) -> Tensor:
     if isinstance(value, Mixture):
         log_m = _mixed(log_q, log_p, *value.weights)
         return log_m if value.log else log_m.exp()
+    if isinstance(value, LogRatio):
+        return log_q - log_p
     assert isinstance(value, Comparison)
     log_m = _mixed(log_q, log_p, 1.0 - value.share, value.share)
     p, q = log_p.exp(), log_q.exp()

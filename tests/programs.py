@@ -617,6 +617,27 @@ def _reverse_divergence(s: World) -> Any:
     )
 
 
+def _divergence_by_hand(s: World) -> Any:
+    """As penalties of the distance to a reference model are written, either way around."""
+    policy, reference = s.zb.log_softmax(-1), _teacher(s).log_softmax(-1)
+    forward = (policy.exp() * (policy - reference)).sum(-1)
+    other = s.project(s.x.sin(), s.w.cos()).log_softmax(-1)
+    reverse = ((policy - other)[:, 1:] * 2 * other[:, 1:].exp()).sum(-1)
+    return forward.mean(), reverse, torch.sum((other - policy) * other.exp(), -1).square()
+
+
+def _divergence_by_detached_probabilities(s: World) -> Any:
+    policy, reference = s.zb.log_softmax(-1), _teacher(s).log_softmax(-1)
+    return (policy.detach().exp() * (policy - reference)).sum(-1)
+
+
+def _divergence_by_hand_of_masked_classes(s: World) -> Any:
+    """Not a number, as log-probabilities of -inf less such are."""
+    masked = torch.arange(VOCAB, device=s.x.device) > 14
+    policy, reference = (z.masked_fill(masked, -math.inf).log_softmax(-1) for z in (s.z, _teacher(s)))
+    return (policy.exp() * (policy - reference)).sum(-1)
+
+
 def _mixture_of_detached(s: World) -> Any:
     student, teacher = s.z.log_softmax(-1), _teacher(s).log_softmax(-1)
     mixture = torch.logaddexp(student.detach() + math.log(0.5), teacher + math.log(0.5))
@@ -1049,6 +1070,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "jensen_shannon_of_probabilities": _jensen_shannon_of_probabilities,
     "skewed_divergence": _skewed_divergence,
     "reverse_divergence": _reverse_divergence,
+    "divergence_by_hand": _divergence_by_hand,
     "weighed_by_another": lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1),
     # surroundings
     "no_grad_head": _no_grad_head,
@@ -1074,6 +1096,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
 
 # Fused too, but only in a graph: at run time, where values are written or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
+    "divergence_by_detached_probabilities": _divergence_by_detached_probabilities,
+    "divergence_by_hand_of_masked_classes": _divergence_by_hand_of_masked_classes,
     "in_place_through_views": _in_place_through_views,
     "in_place_on_a_part": _in_place_on_a_part,
     "one_hot": lambda s: -(F.one_hot(s.y, VOCAB) * s.z.log_softmax(-1)).sum(-1),

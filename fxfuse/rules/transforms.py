@@ -18,6 +18,7 @@ from ..algebra import (
     Exponentials,
     Logits,
     LogProbs,
+    LogRatio,
     Mixture,
     Probs,
     ShiftedLogProbs,
@@ -34,7 +35,7 @@ from ..transform import MASKED, Step, then
 from . import Call, rule
 from .casts import converted
 from .targets import are_targets_of, can_weigh
-from .two_heads import compared, shifted, summed, weighted
+from .two_heads import compared, expected, ratio, shifted, summed, weighted
 
 # --- by a number ------------------------------------------------------------------------------------------------
 
@@ -168,6 +169,8 @@ _WEIGHED: dict[type[ClassTensor], type[ClassTensor]] = {
 def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
     """Probabilities times the logits that they are of."""
     probs, other = (a, b) if isinstance(a, Probs) else (b, a)
+    if isinstance(probs, Probs) and isinstance(other, LogRatio):
+        return expected(call, probs, other)
     if isinstance(probs, Probs) and isinstance(other, (LogProbs, Mixture)) and a.head is not b.head:
         return compared(call, other, probs, divergence=False)
     kind = _WEIGHED.get(type(other))
@@ -276,7 +279,7 @@ def rsub(call: Call, input: Any, other: Any) -> ClassTensor:
 def _subtracted(call: Call, minuend: Any, input: ClassTensor) -> ClassTensor:
     """A number or a tensor less logits: these negated, and it added."""
     if isinstance(minuend, ClassTensor):
-        call.keep("unknown_reader", f"{call.name} of logits by logits")
+        return ratio(call, minuend, input)
     read = call.reader_of(minuend)
     if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input, call.out):
         return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype), factor=-1.0)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..algebra import ClassTensor, Comparison, LogProbs, Mixture, OfTwoHeads, Probs, ShiftedLogProbs, become, derive
+from ..algebra import (
+    ClassTensor,
+    Comparison,
+    LogProbs,
+    LogRatio,
+    Mixture,
+    OfTwoHeads,
+    Probs,
+    ShiftedLogProbs,
+    become,
+    derive,
+)
 from ..compat import same
 from . import Call, rule
 from .casts import converted
@@ -96,6 +108,32 @@ def summed(call: Call, one: ClassTensor, other: ClassTensor) -> ClassTensor:
         call.keep("unknown_reader", f"{call.name} of comparisons of different logits")
     a, b, c = (one.factor * mine + other.factor * theirs for mine, theirs in zip(one.terms, other.terms, strict=True))
     return derive(one, call.name, dtype=converted(call, one, call.out.dtype), factor=1.0, terms=(a, b, c))
+
+
+# --- ratios -----------------------------------------------------------------------------------------------------
+
+
+def ratio(call: Call, one: ClassTensor, other: ClassTensor) -> LogRatio:
+    """Log-probabilities of one head less those of another."""
+    sides = (one, other)
+    if any(not isinstance(side, LogProbs) or side.factor != 1.0 for side in sides):
+        call.keep("unknown_reader", f"{call.name} of logits by logits")
+    if any(op.shifts for side in sides for op in side.class_ops):  # of masked classes eager's is not a number
+        call.keep("unknown_reader", f"{call.name} of log-probabilities of masked or shifted logits")
+    return _of_two(call, LogRatio, one, other)
+
+
+def expected(call: Call, probs: ClassTensor, ratio: LogRatio) -> Comparison:
+    """Probabilities of one of both heads times their log-ratio: the terms of a divergence, ``p (log p - log q)``."""
+    one, other = ratio.sides()
+    is_of_one = probs.has_logits_of(one)
+    own, against = (one, other) if is_of_one else (other, one)
+    if not probs.has_logits_of(own):
+        call.keep("unknown_reader", f"{call.name} of a log-ratio and probabilities of neither")
+    if probs.requires_grad != own.requires_grad and call.out.requires_grad:
+        call.keep("unknown_reader", f"{call.name} of logits by detached ones")
+    terms = compared(call, against, probs, divergence=True)
+    return replace(terms, factor=terms.factor * (ratio.factor if is_of_one else -ratio.factor))
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------
