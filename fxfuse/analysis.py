@@ -282,7 +282,8 @@ class Analysis:
 
     def _call(self, node: Node, out: Any) -> Call:
         entries = functools.partial(self._contents.of, place=node)
-        return Call(function_name(node), out, example_of, location(node), self._reader_of, entries)
+        grad = any(one.requires_grad for one in tensors(out))
+        return Call(function_name(node), out, example_of, location(node), self._reader_of, entries, grad)
 
     def _note(self, node: Node, outcome: Any, values: Sequence[_Value]) -> None:
         """Remember that ``node``, which is made of ``values``, is ``outcome``."""

@@ -23,9 +23,13 @@ from .mutation import Timeline, storages
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """Positions of arguments that must lie apart, and the graph as it was captured, for calls where they do not."""
+    """Arguments that must lie apart, and the graph as it was captured, for calls where they do not.
 
-    positions: tuple[int, ...]
+    Attributes:
+        arguments: the position of each, and the memory that it had: those that shared it then may do so.
+    """
+
+    arguments: tuple[tuple[int, int], ...]
     captured: GraphModule
 
     @classmethod
@@ -38,14 +42,12 @@ class Apart:
         handles = [handle for head in heads for handle, _ in head.operands]
         handles += [handle for head in heads for _, reader in head.readers for handle in reader.operands]
         read = {key for handle in handles if isinstance(handle, Node) for key in storages(handle)}
-        positions: dict[int, int] = {}  # by the memory: arguments that shared it then may do so
-        for i, node in enumerate(arguments):
-            for key in storages(node):
-                if key in read or node in written:
-                    positions.setdefault(key, i)
-        if len(positions) < 2:
+        found = [
+            (i, key) for i, node in enumerate(arguments) for key in storages(node) if key in read or node in written
+        ]
+        if len({key for _, key in found}) < 2:
             return None
-        return cls(tuple(positions.values()), GraphModule(gm, copy.deepcopy(gm.graph)))
+        return cls(tuple(found), GraphModule(gm, copy.deepcopy(gm.graph)))
 
     def guard(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, which is compiled from the rewritten graph, or the captured one where arguments share memory."""
@@ -59,10 +61,11 @@ class Apart:
         return call
 
     def _are_shared(self, args: Sequence[Any]) -> bool:
-        seen: set[int] = set()
-        for i in self.positions:
-            address = 0 if isinstance(args[i], DeferredLogits) else compat.address(args[i])
-            if address and address in seen:
+        plain = ((args[i], key) for i, key in self.arguments if not isinstance(args[i], DeferredLogits))
+        end, last = 0, 0
+        for (start, stop), key in sorted((compat.memory_of(arg), key) for arg, key in plain):
+            if start < end and key != last:
                 return True
-            seen.add(address)
+            if stop > end:
+                end, last = stop, key
         return False

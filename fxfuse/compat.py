@@ -232,12 +232,13 @@ def storage(example: Tensor) -> int | None:
         return None
 
 
-def address(value: Any) -> int:
-    """Where the storage of a tensor begins; 0 for one without memory, and for what is no tensor."""
+def memory_of(value: Any) -> tuple[int, int]:
+    """Where the storage of a tensor begins and ends; nothing for one without memory, and for what is no tensor."""
     try:
-        return value.untyped_storage().data_ptr() if isinstance(value, Tensor) and not is_fake(value) else 0
+        storage = value.untyped_storage() if isinstance(value, Tensor) and not is_fake(value) else None
+        return (0, 0) if storage is None else (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
     except (NotImplementedError, RuntimeError):
-        return 0
+        return 0, 0
 
 
 @contextlib.contextmanager

@@ -379,7 +379,14 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                 out = func(*args, **kwargs)
         else:
             out = _shape_of(func, args, kwargs)
-        call = Call(name, out, EMIT.example, reader_of=deferred[0]._deferred.origin.reader_of, entries_of=_entries)
+        call = Call(
+            name,
+            out,
+            EMIT.example,
+            reader_of=deferred[0]._deferred.origin.reader_of,
+            entries_of=_entries,
+            grad=torch.is_grad_enabled(),
+        )
         with torch._C.DisableTorchFunctionSubclass():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
@@ -523,4 +530,9 @@ def _entries(argument: Any) -> Entries | None:
 
 def _frozen(argument: Any) -> Any:
     """A tensor as it is now, whatever the program writes to it before the logits are computed."""
-    return argument.clone() if isinstance(argument, Tensor) else argument
+    if not isinstance(argument, Tensor):
+        return argument
+    if 0 not in argument.stride():
+        return argument.clone()
+    compact = argument[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in argument.stride())]
+    return compact.clone().expand_as(argument)  # not all of what it is expanded to

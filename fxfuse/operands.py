@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -191,36 +190,35 @@ class _Watch:
 
     def __init__(self) -> None:
         self._begun = False
-        self._unseen: FrameType | None = None  # the step in whose closure it was begun
+        self._unseen: weakref.ref[torch.optim.Optimizer] | None = None  # in the closure of whose step it was begun
 
     def begin(self) -> None:
         if not self._begun:
             self._begun = True
-            self._unseen = next(filter(_is_a_step, _stack()), None)
+            self._unseen = next((weakref.ref(optimizer) for optimizer in _stepping()), None)
             register_optimizer_step_pre_hook(_before_step)
 
     def now(self) -> None:
         """Copy what a step that began before the hook is about to change."""
         if self._unseen is None:
             return
-        if any(frame is self._unseen for frame in _stack()):
-            _copy(self._unseen.f_locals["self"])
+        optimizer = self._unseen()
+        if optimizer is not None and any(optimizer is one for one in _stepping()):
+            _copy(optimizer)
         else:
             self._unseen = None
 
 
-def _stack() -> Iterator[FrameType]:
+def _stepping() -> Iterator[torch.optim.Optimizer]:
+    """The optimizers whose steps are under way in this thread, told by the frames that call their hooks."""
     frame = inspect.currentframe()
     while frame is not None:
-        yield frame
+        here = frame.f_globals.get("__name__") == torch.optim.Optimizer.__module__
+        if here and "pre_hook" in frame.f_code.co_varnames:
+            optimizer = frame.f_locals.get("self")
+            if isinstance(optimizer, torch.optim.Optimizer):
+                yield optimizer
         frame = frame.f_back
-
-
-def _is_a_step(frame: FrameType) -> bool:
-    """Whether it is what calls the hooks of an optimizer's step, and then the step."""
-    here = frame.f_globals.get("__name__") == torch.optim.Optimizer.__module__
-    hooked = here and "pre_hook" in frame.f_code.co_varnames
-    return hooked and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
 
 
 _watch = _Watch()

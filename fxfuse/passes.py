@@ -59,9 +59,10 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
     if all(map(_only_sums, readers)) and not source.transform:
         stats = Statistics(class_sum=class_sum(emit, prepared, source))
         return WITHOUT_LOGITS, [finished(emit, reader, stats, None) for reader in readers]
-    needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in prepared]
+    level = _level(emit, source) if source.row_shifts else prepared  # a shift may require what the rows do not
+    needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in level]
     if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
-        variant, result = _loss(emit, readers[0], _level(emit, source), needs)
+        variant, result = _loss(emit, readers[0], level, needs)
         return variant, [result]
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
 

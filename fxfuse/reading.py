@@ -108,5 +108,6 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         for result in results:
             for signal in one.signals if result.requires_grad else ():
                 result.register_hook(signal)
-    origin.remember(readers, results)
+    # Of what was read under no_grad, no gradient goes through the normaliser.
+    origin.remember([replace(one, source=replace(one.source, requires_grad=grad)) for one in readers], results)
     return results

@@ -145,6 +145,15 @@ class RowsAt(RowOp):
         return emit(torch.gather, hidden_states, dim, emit(torch.Tensor.expand, index, sizes))
 
 
+@dataclass(frozen=True)
+class ByColumn(RowOp):
+    """``function`` by a tensor that is the same for all classes: ``args`` are that, and their axis, from the end."""
+
+    def replay(self, emit: Emit, hidden_states: Handle, hidden: int) -> Handle:
+        other, axis = self.args
+        return emit(self.function, hidden_states, emit(torch.narrow, other, axis, 0, 1))
+
+
 def with_column(hidden: int) -> int:
     """The size of rows of ``hidden`` numbers with a column more: a multiple of 8, which kernels of products want."""
     return (hidden // 8 + 1) * 8
@@ -286,6 +295,10 @@ def _extend(emit: Emit, weight: Handle, bias: Handle) -> tuple[Handle, None]:
     return emit(torch.cat, [weight, emit(torch.unsqueeze, bias, 1), zeros], 1), None
 
 
+def _detach(emit: Emit, weight: Handle, bias: Handle) -> tuple[Handle, Handle]:
+    return emit(torch.detach, weight), None if bias is None else emit(torch.detach, bias)
+
+
 def _floor(emit: Emit, weight: Handle, bias: Handle, scale: float) -> tuple[Handle, Handle]:
     """Logits of -inf become so low that their probability is zero all the same, unless there are no others."""
     bias = emit(torch.Tensor.to, bias, _wide(emit, weight))
@@ -312,5 +325,6 @@ CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "assign": _assign,
     "extend": _extend,
     "floor": _floor,
+    "detach": _detach,
 }
 COPYING = frozenset(("select", "scale", "fill", "assign", "extend"))

@@ -98,6 +98,35 @@ def _detached_scores(s: World) -> Any:
     return _rows(lp, s.y).detach() + 1
 
 
+def _learned_rows_over_detached_rows(s: World) -> Any:
+    """What came before gets no gradient, a shift and a bias among it; what comes after does."""
+    with torch.no_grad():
+        z = s.zb - s.x[..., :1]
+    z = z - s.b[:TIME, None] * 2
+    return _rows((z / s.b[TIME : 2 * TIME, None].exp()).log_softmax(-1), s.y), (z * s.b[0]).logsumexp(-1)
+
+
+def _normaliser_under_no_grad(s: World) -> Any:
+    """No gradient goes through it, and the loss is that of log-probabilities all the same."""
+    z = s.zb / 2
+    with torch.no_grad():
+        lse = z.logsumexp(-1, keepdim=True)
+        total = z.exp().sum(-1, keepdim=True)
+    return (z - lse).gather(-1, s.y[..., None]), z.exp().gather(-1, s.y[..., None]) / total, ce(z, s.y)
+
+
+def _shifted_rows_of_frozen_hidden_states(s: World) -> Any:
+    z = s.project(s.x.detach(), s.w)
+    return ce(z - z.max(-1, keepdim=True).values, s.y), ce(s.b[:TIME, None] - z, s.y, reduction="sum")
+
+
+def _largest_under_no_grad(s: World) -> Any:
+    z = s.z
+    with torch.no_grad():
+        largest = z.max(), z.amax()
+    return ce(z, s.y), *largest
+
+
 def _normaliser_written_behind_autograd(s: World) -> Any:
     with torch.no_grad():  # eager's gradient would be of what was written
         z = s.z
@@ -882,9 +911,16 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "frozen_weight": lambda s: ce(F.linear(s.x, s.w.detach()), s.y),
     "frozen_input": lambda s: ce(F.linear(s.x.detach(), s.w, s.b), s.y),
     "learned_with_a_frozen_head": _learned_with_a_frozen_head,
+    "learned_over_what_was_cut_off": _calibrated_beside_a_detached_head,
+    "learned_over_detached_logits": lambda s: ce(s.z.detach() + s.b, s.y),
+    "learned_rows_over_detached_rows": _learned_rows_over_detached_rows,
+    "temperature_expanded_to_classes": lambda s: ce(s.zb / s.b[:1].exp().expand(BATCH, TIME, VOCAB), s.y),
+    "normaliser_under_no_grad": _normaliser_under_no_grad,
+    "shifted_rows_of_frozen_hidden_states": _shifted_rows_of_frozen_hidden_states,
+    "largest_under_no_grad": _largest_under_no_grad,
     "learned_rows_of_a_frozen_head": lambda s: _rows((_frozen(s) * s.b[:TIME, None].exp()).log_softmax(-1), s.y),
     "learned_class_scale_of_a_frozen_head": lambda s: ce(3 * torch.tanh(_frozen(s) * s.b.exp() / 3), s.y),
-    "frozen_head_masked_then_learned": lambda s: ce(_frozen(s).masked_fill(s.b.detach() > 1, -1e30) - s.b, s.y),
+    "frozen_head_masked_then_learned": lambda s: ce(_frozen(s).masked_fill(s.b.detach() > 1, -1e4) - s.b, s.y),
     "tied": _tied,
     "two_heads": _two_heads,
     "same_head_twice": _same_head_twice,
@@ -1449,8 +1485,6 @@ DEFERRED: dict[str, Callable[[World], Any]] = {
 KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "returned_beside_scores": ("returned", _returned_scores),
     "normaliser_written_behind_autograd": ("operand_mutated", _normaliser_written_behind_autograd),
-    "learned_over_what_was_cut_off": ("unknown_reader", _calibrated_beside_a_detached_head),
-    "learned_over_detached_logits": ("unknown_reader", lambda s: ce(s.z.detach() + s.b, s.y)),
     "multi_label": ("unknown_reader", lambda s: F.binary_cross_entropy_with_logits(s.z, s.c.expand(s.z.shape) * 0.1)),
     "a_product_of_constants_underflows": (
         "unsupported_argument",

@@ -208,12 +208,28 @@ def test_a_temperature_that_changes_from_step_to_step(inner: str) -> None:
     options = {"fxfuse.inner": inner, "fxfuse.min_logits_bytes": 0}
     ours = torch.compile(program, backend="fxfuse", options=options)
     with new_sites() as sites:
-        for t in (0.5, 0.6, 0.7):
+        for t in (0.5, 0.6, 0.7, 0.0):
             actual, expected = ours(s.x, s.w, s.b, s.y, t), program(s.x, s.w, s.b, s.y, t)
-            torch.testing.assert_close(actual, expected)
+            torch.testing.assert_close(actual, expected, equal_nan=True)
             found, wanted = (torch.autograd.grad(loss, s.leaves()) for loss in (actual, expected))
-            torch.testing.assert_close(found, wanted)
-    assert [site.status for site in sites] == ["fused"] * 4, "a static compilation and one for any number"
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+    statuses = [site.status for site in sites]
+    assert statuses[:4] == ["fused"] * 4, "a static compilation and one for any number"
+    assert statuses[4:6] == ["kept", "fused"], "logits are not divided by zero"
+
+
+def test_a_temperature_of_float16_logits_that_were_converted() -> None:
+    """It would scale the hidden states, which float16 may be too narrow for."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return ce(F.linear(x, w).float() / t, y)
+
+    s = World.make(torch.float16)
+    t = torch.tensor(1e-3)
+    with new_sites() as sites:
+        actual = compiled(program)(s.x * 100, s.w, s.y, t)
+    torch.testing.assert_close(actual, program(s.x * 100, s.w, s.y, t))
+    assert [site.reason.code for site in sites if site.reason] == ["dtype"]
 
 
 # --- Inductor itself ------------------------------------------------------------------------------------------

@@ -368,6 +368,23 @@ def test_a_fault_of_fxfuse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'options={"fxfuse.enabled": False}' in text
 
 
+@triggers("arguments_share_memory")
+def test_arguments_that_come_to_share_memory() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        z = (x @ w.T).logsumexp(-1)
+        v.zero_()
+        return z
+
+    x, w = torch.randn(3, 4), torch.randn(17, 4)
+    ours = compiled(program)
+    ours(x, w, torch.randn(17))
+    with pytest.warns(fxfuse.FxfuseWarning) as warned:
+        ours(x, w, w.view(-1)[:17])
+    (text,) = (str(w.message) for w in warned if w.category is fxfuse.FxfuseWarning)
+    assert re.match(r"\S+test_errors\.py:\d+: arguments of this compiled function share memory in this call", text)
+    assert "pass copies (tensor.clone())" in text
+
+
 @triggers("not_told")
 def test_a_fault_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:

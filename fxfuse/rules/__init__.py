@@ -23,6 +23,7 @@ from ..algebra import ClassTensor, Entries, Head, Logits
 from ..compat import has_node
 from ..readers import Reader
 from ..reasons import Reason, because
+from ..replay import ClassOp, RowOp
 
 
 class Keep(Exception):
@@ -49,6 +50,7 @@ class Call:
         reader_of: from a handle to the reader that returned it, perhaps with axes of size one added since; None where
             that is not known or something may have written to it.
         entries_of: from a handle to what the tensor certainly holds, or None.
+        grad: False where no gradient comes back, because it is called under no_grad.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Call:
     where: str | None = None
     reader_of: Callable[[Any], Reader | None] = _unknown
     entries_of: Callable[[Any], Entries | None] = _unknown
+    grad: bool = True
 
     def constant(self, handle: Any) -> float | None:
         """The number that a 0-d tensor certainly holds, or None."""
@@ -232,21 +235,24 @@ def cut_off(call: Call, outcome: Outcome, given: Sequence[ClassTensor] = ()) -> 
     if has_gradient:
         if source.requires_grad:
             return outcome
-        if not given or type(outcome) is not Logits or any(_may_have_gradients(call, one) for one in given):
+        if len(given) != 1 or type(outcome) is not Logits:
             call.keep("unknown_reader", f"{call.name}, with a gradient, of logits without one,")
-        return replace(outcome, requires_grad=True)  # that of an operand of this call: there were none to cut off
+        return _begun(given[0], outcome)
     source = replace(source, requires_grad=False)
     return replace(outcome, source=source) if isinstance(outcome, Reader) else source
 
 
-def _may_have_gradients(call: Call, tensor: ClassTensor) -> bool:
-    """Whether anything that it is made of may require a gradient, from which it is cut off."""
-    head = tensor.head
-    if head.cut_off or len(tensor.heads()) > 1:
-        return True
-    operands = (head.input, head.weight, head.bias)
-    examples = (call.example(handle) for handle in (*operands, *tensor.handles()) if handle is not None)
-    return any(isinstance(example, Tensor) and example.requires_grad for example in examples)
+def _begun(given: ClassTensor, outcome: Logits) -> Logits:
+    """``outcome`` with the gradient of an operand of this call, before which there is none."""
+    rows, classes, shifts = len(given.row_ops), len(given.class_ops), len(given.row_shifts)
+    row_ops, class_ops, row_shifts = outcome.row_ops, outcome.class_ops, outcome.row_shifts
+    return replace(
+        outcome,
+        requires_grad=True,
+        row_ops=(*row_ops[:rows], RowOp(torch.detach, (), keeps_order=True), *row_ops[rows:]),
+        class_ops=(*class_ops[:classes], ClassOp("detach", ()), *class_ops[classes:]),
+        row_shifts=(*row_shifts[:shifts], *(replace(one, since=one.since + 1) for one in row_shifts[shifts:])),
+    )
 
 
 # Importing a family fills the table.

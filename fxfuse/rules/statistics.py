@@ -122,7 +122,7 @@ def most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader
 
 def _most_of_all(call: Call, input: Any) -> Reader:
     """The largest entry of all."""
-    if input.requires_grad:
+    if input.requires_grad and call.grad:
         call.keep("unknown_reader", f"{call.name} of all logits, with a gradient,")
     top = _top(call, input)
     return Reader(input, call.name, lambda emit, stats, _: emit(torch.amax, top(emit, stats)), want_top=True)
@@ -162,7 +162,7 @@ def largest(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Re
 
 @rule(torch.amax, "amax", reads="scores")
 def amax(call: Call, input: Any, dim: Any = (), keepdim: Any = False) -> Reader:
-    if input.requires_grad:
+    if input.requires_grad and call.grad:
         call.keep("unknown_reader", "amax, whose gradient is shared among equals,")
     whole = dim in ((), None, []) and not keepdim
     return _most_of_all(call, input) if whole else most(call, input, dim, keepdim)[0]

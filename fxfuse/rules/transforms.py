@@ -30,7 +30,7 @@ from ..algebra import (
     of_classes,
 )
 from ..compat import hint, same
-from ..replay import ClassOp, Extension, RowOp, RowShift
+from ..replay import ByColumn, ClassOp, Extension, RowOp, RowShift
 from ..transform import MASKED, Step, then
 from . import Call, rule
 from .casts import converted
@@ -110,6 +110,12 @@ def _is_one_a_row(input: ClassTensor, like: torch.Tensor) -> bool:
     return axis < 0 or (isinstance(like.shape[axis], int) and like.shape[axis] == 1 and input.vocab != 1)
 
 
+def _is_spread(input: ClassTensor, like: torch.Tensor) -> bool:
+    """Whether it has a number for each row that was expanded to all classes."""
+    axis = like.dim() - (len(input.shape) - input.class_dim)
+    return axis >= 0 and same(like.stride(axis), 0) and same(like.shape[axis], input.vocab)
+
+
 def _is_one_a_class(input: ClassTensor, like: torch.Tensor) -> bool:
     axis = like.dim() - (len(input.shape) - input.class_dim)
     others = (size for i, size in enumerate(like.shape) if i != axis)
@@ -117,7 +123,10 @@ def _is_one_a_class(input: ClassTensor, like: torch.Tensor) -> bool:
 
 
 def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> ClassTensor:
-    symbolic = isinstance(call.example(other), (torch.SymFloat, torch.SymInt))  # a number that differs between calls
+    example = call.example(other)
+    symbolic = isinstance(example, (torch.SymFloat, torch.SymInt))  # a number that differs between calls
+    if symbolic and function is torch.div and example == 0:  # which is now a guard
+        call.keep("unsupported_argument", f"{call.name} divides the logits by zero")
     like = torch.empty((), device="meta") if symbolic else _like(call, input, other)
     if not isinstance(input, Logits):
         call.keep("unknown_reader", f"{call.name} of what is made of the logits by a tensor")
@@ -126,8 +135,12 @@ def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> Clas
     if like.is_complex():
         call.keep("dtype", f"{call.name} by a complex tensor")
     dtype = converted(call, input, call.out.dtype)
-    if _is_one_a_row(input, like):
-        op = RowOp(function, (other,))
+    spread = _is_spread(input, like)
+    if spread or _is_one_a_row(input, like):
+        if input.head.dtype == torch.float16 and input.dtype != torch.float16:
+            # What is scaled is the hidden states, in their own dtype, which may be too narrow for it.
+            call.keep("dtype", f"{call.name} by a tensor, of float16 logits that were converted before,")
+        op = ByColumn(function, (other, input.class_dim - len(input.shape))) if spread else RowOp(function, (other,))
         if not input.has_bias:
             return derive(input, call.name, op, dtype=dtype)
         if like.dim() == 0:
