@@ -85,6 +85,7 @@ class Candidate:
         self.escaped += other.escaped
         self.sizes += other.sizes
         self.rows += other.rows
+        self.kept = self.kept or other.kept
         self.read, self.shown = self.read or other.read, self.shown or other.shown
 
 

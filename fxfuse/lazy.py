@@ -56,8 +56,8 @@ class Given:
         if reader.chosen is not None:
             _, largest, _ = reader.chosen
             bound = 1 if largest else -1
-        rows = values.shape[0]
-        return cls(reader.source, index.reshape(rows, -1), values.reshape(rows, -1), bound)
+        shape = values.shape[0], max(1, values.numel() // max(1, values.shape[0]))  # of no rows, too
+        return cls(reader.source, index.reshape(shape), values.reshape(shape), bound)
 
     def is_of(self, described: ClassTensor) -> bool:
         mine = self.source
@@ -182,6 +182,7 @@ class Memory:
     owner: weakref.ref[State]
     one: bool = False
     views: list[weakref.ref[State]] = field(default_factory=list)
+    made_of_it: list[weakref.ref[State]] = field(default_factory=list)
 
     def holders(self) -> int:
         """How many tensors there are that have it, or are waited for by others."""
@@ -218,6 +219,8 @@ class State:
         parent = next(self._parents(), None) if self.is_view else None
         self.memory = Memory(weakref.ref(self)) if parent is None else parent.memory
         self.memory.views.append(weakref.ref(self))
+        for part in () if self.is_view else self._parents():
+            part.memory.made_of_it.append(weakref.ref(self))
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -248,8 +251,11 @@ class State:
                 owner = self.memory.owner()
                 assert owner is not None
                 owner.read()
-                self.memory.one = True
                 # Copies that wait can no longer be made of these values, which may be written to.
+                if self.origin.operands.are_stale():
+                    for state in filter(None, (waiting() for waiting in self.memory.made_of_it)):
+                        state.read()
+                self.memory.one = True
                 self.origin.operands.are_wanted()
             return self._viewed()
 

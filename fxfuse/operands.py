@@ -105,12 +105,21 @@ class Operands:
         Raises:
             StaleLogitsError: another operand is not what it was.
         """
+        for name, how in self._broken():
+            raise errors.stale_logits(name, how, self._where)
+        copies: dict[str, Any] = self._copies
+        return replace(self.head, **copies)
+
+    def are_stale(self) -> bool:
+        """Whether the logits cannot be computed any more."""
+        return any(True for _ in self._broken())
+
+    def _broken(self) -> Iterator[tuple[str, str]]:
+        """The operands that are not what they were, and of which there is no copy, and how."""
         for name, seal in self._seals.items():
             how = "" if name in self._copies else seal.broken(self._originals[name])
             if how:
-                raise errors.stale_logits(name, how, self._where)
-        copies: dict[str, Any] = self._copies
-        return replace(self.head, **copies)
+                yield name, how
 
     def are_copied(self) -> bool:
         """Whether an operand was changed and there is a copy of it, through which no gradient flows."""

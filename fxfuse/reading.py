@@ -45,8 +45,16 @@ def heads_for(states: list[State], call: Call, readers: tuple[Reader, ...]) -> F
             call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
         if trained and not operands.lead_where_they_did():
             call.keep("operand_mutated", "a change of what requires a gradient")
-        found[head] = origins[head], operands.head if trained else as_they_were
+        now = operands.head if trained else as_they_were
+        found[head] = origins[head], _saveable(now) if requires_grad else now
     return found
+
+
+def _saveable(head: Head) -> Head:
+    """The same with operands that a backward may keep: what eager keeps are the logits, which it can."""
+    parts = {name: getattr(head, name) for name in ("input", "weight", "bias")}
+    made = {name: part.clone() for name, part in parts.items() if part is not None and part.is_inference()}
+    return replace(head, **made) if made else head
 
 
 def _noting(reader: Reader, given: list[Given]) -> Reader:

@@ -582,6 +582,12 @@ def _categorical_of_a_mask(s: World) -> Any:
     return d.log_prob(torch.where(mask[s.y], mask.long().argmin(), s.y)), d.entropy().mean()
 
 
+def _categorical_of_a_mask_after_a_softcap(s: World) -> Any:
+    capped, mask = 2 * torch.tanh(s.zb / 2), s.c > 0.6
+    masked = (capped.masked_fill(mask, value) for value in (-1e4, float("-inf")))
+    return tuple(torch.distributions.Categorical(logits=z, validate_args=False).entropy().mean() for z in masked)
+
+
 def _teacher(s: World) -> torch.Tensor:
     with torch.no_grad():
         return s.project(s.x.cos(), s.w.sin())
@@ -593,6 +599,12 @@ def _distillation(s: World) -> Any:
     student = s.z
     targets = torch.log_softmax(_teacher(s), -1)
     return a, F.kl_div(student.log_softmax(-1), targets, reduction="sum", log_target=True)
+
+
+def _compared_with_what_is_kept(s: World) -> Any:
+    student, teacher = s.z, s.project(s.x.sin(), s.w.cos())
+    teacher = teacher / teacher.std(-1, keepdim=True)
+    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="sum", log_target=True)
 
 
 def _distillation_by_rows(s: World) -> Any:
@@ -1084,6 +1096,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "exponentials": _exponentials,
     "categorical": _categorical,
     "categorical_of_a_mask": _categorical_of_a_mask,
+    "categorical_of_a_mask_after_a_softcap": _categorical_of_a_mask_after_a_softcap,
     # two heads
     "distillation": _distillation,
     "distillation_by_rows": _distillation_by_rows,
@@ -1509,6 +1522,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
         lambda s: F.cross_entropy(s.z.view(-1, 1), s.y.new_zeros(BATCH * TIME * VOCAB)),
     ),
     "divided_number": ("unknown_reader", lambda s: ce(2 / s.z, s.y)),
+    "compared_with_what_is_kept": ("unknown_reader", _compared_with_what_is_kept),
     "squared": ("unknown_reader", lambda s: ce(s.z * s.z, s.y)),
     "nll_of_logits": ("unknown_reader", lambda s: F.nll_loss(s.z.flatten(0, 1), s.y.flatten())),
     "sum_over_rows": ("class_dim", lambda s: s.z.sum(1)),

@@ -218,18 +218,65 @@ def test_a_temperature_that_changes_from_step_to_step(inner: str) -> None:
     assert statuses[4:6] == ["kept", "fused"], "logits are not divided by zero"
 
 
-def test_a_temperature_of_float16_logits_that_were_converted() -> None:
-    """It would scale the hidden states, which float16 may be too narrow for."""
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda z, t: z.float() / t,
+        lambda z, t: z / t.expand(z.shape[1], 1),
+        lambda z, t: z / t.half(),
+        lambda z, t: z.float() * t.reciprocal().expand(z.shape[-1]),
+    ],
+    ids=["converted", "by_rows", "float16", "by_classes"],
+)
+def test_a_temperature_of_float16_logits(scaled: Any) -> None:
+    """It would scale the hidden states or the weight, which float16 may be too narrow for."""
 
     def program(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return ce(F.linear(x, w).float() / t, y)
+        return ce(scaled(F.linear(x, w), t), y)
 
     s = World.make(torch.float16)
     t = torch.tensor(1e-3)
     with new_sites() as sites:
-        actual = compiled(program)(s.x * 100, s.w, s.y, t)
-    torch.testing.assert_close(actual, program(s.x * 100, s.w, s.y, t))
+        actual = compiled(program)(s.x * 100, s.w / 100, s.y, t)
+    torch.testing.assert_close(actual, program(s.x * 100, s.w / 100, s.y, t))
     assert [site.reason.code for site in sites if site.reason] == ["dtype"]
+
+
+def test_a_view_made_under_no_grad_begins_no_gradient() -> None:
+    def program(s: World) -> Any:
+        z = s.z
+        with torch.no_grad():
+            view = z[:]
+        return ce(view.reshape(1, -1, VOCAB), s.y.reshape(1, -1))
+
+    s, expected = World.make(), World.make()
+    compiled(program)(s).backward()
+    program(expected).backward()
+    assert all(leaf.grad is None for leaf in (*s.leaves(), *expected.leaves()))
+
+
+def _divided_by_no_tokens(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(z[0], y[0] - 200, ignore_index=-200, reduction="sum") / (y[0] >= VOCAB).sum()
+
+
+def _sequences_of_which_one_is_ignored(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    y = torch.stack([y[0].new_full(y[0].shape, -100), y[1]])
+    losses = [F.cross_entropy(z[i], y[i], reduction="sum") / (y[i] >= 0).sum() for i in range(2)]
+    return torch.stack(losses).nanmean()
+
+
+@pytest.mark.parametrize("loss", [_divided_by_no_tokens, _sequences_of_which_one_is_ignored])
+def test_gradients_of_no_rows_are_zero_whatever_comes_back(loss: Any, device: str) -> None:
+    """Eager's are, where what comes back is infinite or NaN."""
+    worlds = World.make(device=device), World.make(device=device)
+    for s, f in zip(worlds, (compiled(lambda s: loss(s.zb, s.y)), lambda s: loss(s.zb, s.y)), strict=True):
+        ignored = s.y.clone()
+        if loss is _divided_by_no_tokens:
+            ignored.zero_()
+        s = World(s.x, s.w, s.b, ignored, s.c)
+        f(s).backward()
+    for ours, eager in zip(worlds[0].leaves(), worlds[1].leaves(), strict=True):
+        torch.testing.assert_close(ours.grad, eager.grad)
 
 
 # --- Inductor itself ------------------------------------------------------------------------------------------

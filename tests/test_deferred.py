@@ -1150,6 +1150,50 @@ def test_copies_wait_through_a_write_and_a_step() -> None:
     torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
 
 
+@pytest.mark.parametrize("write", [lambda z: z[0].zero_(), lambda z: z.div_(2), lambda z: z.numpy()])
+def test_what_was_made_of_read_logits_stays_after_a_step_and_a_write(write: Callable[[Tensor], Any]) -> None:
+    def run(world: World) -> list[Tensor]:
+        z = world.z
+        z.tolist()
+        world.w.grad = torch.ones_like(world.w)
+        torch.optim.SGD([world.w], lr=0.1).step()
+        z = z.detach()
+        log_probs, half, doubled = z.log_softmax(-1), z.float(), z[0] * 2
+        write(z)
+        return [log_probs.gather(-1, world.y[..., None]), half + 0, doubled.logsumexp(-1), z + 0]
+
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
+
+
+@pytest.mark.parametrize("read", [lambda z: z.max(-1)[0], lambda z: z.topk(2)[0], lambda z: z.gather(-1, NO_LABELS)])
+def test_entries_of_no_rows(read: Callable[[Tensor], Tensor], device: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        none = z[s.y < 0]
+        return read(none.to("cpu").log_softmax(-1)) if device != "cpu" else read(none.log_softmax(-1)), z[0, 0]
+
+    assert_as_eager(program, device)
+
+
+NO_LABELS = torch.zeros(0, 1, dtype=torch.long)
+
+
+def test_a_teacher_in_inference_mode() -> None:
+    """What a backward keeps of it must not be a tensor of that mode; of eager's softmax it is not."""
+
+    def program(s: World, t: World) -> list[Any]:
+        with torch.inference_mode():
+            teacher = t.project(t.x + 0, t.w)
+        loss = F.kl_div(s.zb.log_softmax(-1), (teacher / 2).softmax(-1), reduction="batchmean")
+        more = ce(teacher + s.b, s.y, reduction="none")
+        (loss + more.sum()).backward()
+        return [loss.detach(), *(leaf.grad for leaf in s.leaves())]
+
+    with dense_reads() as reads:
+        actual = program(DeferredWorld.make(), DeferredWorld.make())
+    assert not reads
+    torch.testing.assert_close(actual, program(World.make(), World.make()))
+
+
 def test_what_was_read_before_a_change_stays() -> None:
     s = DeferredWorld.make()
     z = s.zb

@@ -216,17 +216,25 @@ def _loss_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output[1:], *inputs[6:9])
+
+
+def _of_rows(g: Tensor, *coefficients: Tensor | None) -> Tensor:
+    """``g``, or 0 if no row has a coefficient: it may be infinite then, or NaN, and gradients are 0 all the same."""
+    some = [(c != 0).any() for c in coefficients if c is not None]
+    return torch.where(torch.stack(some).any(), g, 0.0)
 
 
 def _loss_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     refuse_second_order("linear_loss")
     if g is None:
         return (None,) * 12
+    *made, c_lse, c_log_prob, c_class_sum = ctx.saved_tensors
+    g = _of_rows(g, c_lse, c_log_prob, c_class_sum)
     # Out of place: the saved gradients must survive for a second backward through a retained graph.
     grads = (
         (saved * g).to(dtype) if need else None
-        for saved, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
+        for saved, dtype, need in zip(made, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
     )
     return *grads, *(None,) * 9
 
@@ -239,7 +247,7 @@ def _exponentials_setup(
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.scale = inputs[5]
-    ctx.save_for_backward(*inputs[:5], inputs[8], *output[1:])
+    ctx.save_for_backward(*inputs[:5], *inputs[6:9], *output[1:])
 
 
 def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -247,10 +255,12 @@ def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ..
     nothing = (None,) * 6
     if g is None:
         return None, None, None, *nothing
-    *operands, c_class_sum, e, gathered, factor, own, order, length, row_sum = ctx.saved_tensors
+    *saved, e, gathered, factor, own, order, length, row_sum = ctx.saved_tensors
+    operands, coefficients = saved[:5], saved[5:]
     kept = e, gathered, factor, own, order, length, row_sum
     needs = ctx.needs_input_grad[:3]
-    grads = linear_loss_exponentials_backward(*operands, ctx.scale, c_class_sum, g, *kept, *needs)
+    g = _of_rows(g, *coefficients)
+    grads = linear_loss_exponentials_backward(*operands, ctx.scale, coefficients[2], g, *kept, *needs)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
 
 

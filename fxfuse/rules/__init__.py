@@ -18,6 +18,7 @@ from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..algebra import ClassTensor, Entries, Head, Logits
 from ..compat import has_node
@@ -235,17 +236,20 @@ def cut_off(call: Call, outcome: Outcome, given: Sequence[ClassTensor] = ()) -> 
     if has_gradient:
         if source.requires_grad:
             return outcome
-        if len(given) != 1 or type(outcome) is not Logits:
-            call.keep("unknown_reader", f"{call.name}, with a gradient, of logits without one,")
-        return _begun(given[0], outcome)
+        begun = _begun(call, given[0], outcome) if len(given) == 1 and type(outcome) is Logits else None
+        return begun or call.keep("unknown_reader", f"{call.name}, with a gradient, of logits without one,")
     source = replace(source, requires_grad=False)
     return replace(outcome, source=source) if isinstance(outcome, Reader) else source
 
 
-def _begun(given: ClassTensor, outcome: Logits) -> Logits:
-    """``outcome`` with the gradient of an operand of this call, before which there is none."""
+def _begun(call: Call, given: ClassTensor, outcome: Logits) -> Logits | None:
+    """``outcome`` with the gradient of an operand of this call, before which there is none; None if it has no such."""
     rows, classes, shifts = len(given.row_ops), len(given.class_ops), len(given.row_shifts)
     row_ops, class_ops, row_shifts = outcome.row_ops, outcome.class_ops, outcome.row_shifts
+    of_rows, of_classes = [op.args for op in row_ops[rows:]], [op.args for op in class_ops[classes:]]
+    new = of_rows, of_classes, [one.handle for one in row_shifts[shifts:]]
+    if not any(getattr(call.example(leaf), "requires_grad", False) for leaf in tree_leaves(new)):
+        return None
     return replace(
         outcome,
         requires_grad=True,

@@ -30,7 +30,7 @@ from ..algebra import (
     of_classes,
 )
 from ..compat import hint, same
-from ..replay import ByColumn, ClassOp, Extension, RowOp, RowShift
+from ..replay import LOW, ByColumn, ClassOp, Extension, RowOp, RowShift
 from ..transform import MASKED, Step, then
 from . import Call, rule
 from .casts import converted
@@ -134,12 +134,12 @@ def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> Clas
         call.keep("unknown_reader", f"{call.name} by a tensor, after another function of the logits,")
     if like.is_complex():
         call.keep("dtype", f"{call.name} by a complex tensor")
+    if input.head.dtype == torch.float16:
+        # What is scaled are hidden states or the weight, in their own dtype, which may be too narrow for it.
+        call.keep("dtype", f"{call.name} by a tensor, of float16 logits,")
     dtype = converted(call, input, call.out.dtype)
     spread = _is_spread(input, like)
     if spread or _is_one_a_row(input, like):
-        if input.head.dtype == torch.float16 and input.dtype != torch.float16:
-            # What is scaled is the hidden states, in their own dtype, which may be too narrow for it.
-            call.keep("dtype", f"{call.name} by a tensor, of float16 logits that were converted before,")
         op = ByColumn(function, (other, input.class_dim - len(input.shape))) if spread else RowOp(function, (other,))
         if not input.has_bias:
             return derive(input, call.name, op, dtype=dtype)
@@ -198,12 +198,19 @@ def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
 
 
 def _without_infinities(call: Call, input: ClassTensor) -> ClassTensor:
-    """The same with a low number in place of logits of -inf, which come of a bias."""
+    """The same with a low number in place of logits of -inf, which come of a bias, or of a mask after a function."""
     if input.since_extension != input.class_ops:
         call.keep("unknown_reader", f"{call.name} of clamped log-probabilities, with a temperature for each row,")
+    if any(step.name == MASKED for step in input.transform):
+        # The mask's bias of -inf is its mark, and must stay.
+        low = Step(MASKED, LOW)
+        return replace(input, transform=tuple(low if step == _MASKED_OUT else step for step in input.transform))
     if not input.has_bias:
         return input
     return replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
+
+
+_MASKED_OUT = Step(MASKED, -math.inf)
 
 
 @rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__", tracked=("input", "other"),
