@@ -12,6 +12,7 @@ their own.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -221,8 +222,8 @@ def _loss_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str
 
 def _of_rows(g: Tensor, *coefficients: Tensor | None) -> Tensor:
     """``g``, or 0 if no row has a coefficient: it may be infinite then, or NaN, and gradients are 0 all the same."""
-    some = [(c != 0).any() for c in coefficients if c is not None]
-    return torch.where(torch.stack(some).any(), g, 0.0)
+    counted = functools.reduce(torch.logical_or, (c.any() for c in coefficients if c is not None))
+    return torch.where(counted, g, 0.0)
 
 
 def _loss_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
