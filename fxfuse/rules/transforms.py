@@ -203,14 +203,11 @@ def _without_infinities(call: Call, input: ClassTensor) -> ClassTensor:
         call.keep("unknown_reader", f"{call.name} of clamped log-probabilities, with a temperature for each row,")
     if any(step.name == MASKED for step in input.transform):
         # The mask's bias of -inf is its mark, and must stay.
-        low = Step(MASKED, LOW)
-        return replace(input, transform=tuple(low if step == _MASKED_OUT else step for step in input.transform))
+        infinite, low = Step(MASKED, -math.inf), Step(MASKED, LOW)
+        return replace(input, transform=tuple(low if step == infinite else step for step in input.transform))
     if not input.has_bias:
         return input
     return replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
-
-
-_MASKED_OUT = Step(MASKED, -math.inf)
 
 
 @rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__", tracked=("input", "other"),
