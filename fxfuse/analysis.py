@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,83 +19,18 @@ from torch.fx import Graph, Node
 
 from . import compat
 from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
+from .candidate import Candidate, example_of, unfit
 from .entries import Contents
 from .escape import Escaped, chain_between
 from .mutation import Timeline, called, storages, tensors, writes
-from .ops.contract import SUPPORTED_DTYPES
 from .readers import Beside, Reader, Whole
 from .reasons import Reason, because
 from .replay import RowOp
 from .report.source import function_name, location
 from .rules import IN_PLACE, TABLE, Call, Keep, heads_of, outcomes_of
-from .rules.heads import VOCABULARY_RATIO
-
-
-@dataclass(eq=False)
-class Candidate:
-    """A projection that may turn out to be a head, and what was learnt of it; several whose logits were joined.
-
-    Attributes:
-        node, head: the projection, or the first of several.
-        operands: every tensor that logits are made of, with the node that reads it in eager.
-        readers: the nodes that return what was read of the logits.
-        derived: described nodes, in graph order, projections among them.
-        projections: every projection, with its head.
-        flow: every node that takes what has an entry for each class, for the report.
-        read: by a loss or the like.
-        shown: returned from the graph, or read by something that also reads other things than logits.
-        class_sizes: V, and those of selections of classes.
-        sizes: nodes that return how many rows there are, with what they ask.
-    """
-
-    node: Node
-    head: Head
-    operands: list[tuple[Any, Node]] = field(default_factory=list)
-    readers: list[tuple[Node, Reader]] = field(default_factory=list)
-    derived: list[Node] = field(default_factory=list)
-    projections: dict[Node, Head] = field(default_factory=dict)
-    flow: list[Node] = field(default_factory=list)
-    escaped: list[Escaped] = field(default_factory=list)
-    kept: Reason | None = None
-    read: bool = False
-    shown: bool = False
-    trail: tuple[str, ...] = ()
-    class_sizes: list[Any] = field(default_factory=list)
-    sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
-    rows: int = 0  # of all projections, as far as is known
-    axis: int = -1  # of the classes in what the projection returns
-
-    def keep(self, reason: Reason) -> None:
-        self.kept = self.kept or reason
-
-    @property
-    def is_head(self) -> bool:
-        # Without a loss that reads it, an output is called logits when it is much wider than its input.
-        wide = compat.hint(self.head.vocab) >= VOCABULARY_RATIO * compat.hint(self.head.hidden)
-        dense = self.kept is not None or bool(self.escaped)
-        return (bool(self.readers) and (self.read or wide)) or (dense and (self.read or (self.shown and wide)))
-
-    def absorb(self, other: Candidate) -> None:
-        """Take over what is known of ``other``, whose logits were joined to these."""
-        self.operands += other.operands
-        self.readers += other.readers
-        self.derived += other.derived
-        self.projections |= other.projections
-        self.flow += other.flow
-        self.escaped += other.escaped
-        self.sizes += other.sizes
-        self.rows += other.rows
-        self.kept = self.kept or other.kept
-        self.read, self.shown = self.read or other.read, self.shown or other.shown
-
 
 # Functions whose arguments say where they write.
 _AT_AN_INDEX = frozenset((operator.setitem, "index_fill_"))
-
-
-def example_of(handle: Any) -> Any:
-    """The example value of a node; anything else as it is."""
-    return handle.meta.get("example_value") if isinstance(handle, Node) else handle
 
 
 class _Dense:
@@ -192,7 +127,7 @@ class Analysis:
             axis=axis,
         )
         self.candidates.append(candidate)
-        reason = _unfit(candidate)
+        reason = unfit(candidate)
         if reason is not None:
             candidate.keep(reason)
             self._values[node] = _Dense(candidate)
@@ -499,31 +434,3 @@ def _adds_axes(node: Node) -> bool:
 
 def _same_shape(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(compat.same, a, b))
-
-
-def _unfit(candidate: Candidate) -> Reason | None:
-    """Why the operands of a projection cannot be fused at all, if so."""
-    head = candidate.head
-    where = location(candidate.node)
-    named = (("the input", head.input), ("the weight", head.weight), ("the bias", head.bias))
-    for name, handle in named:
-        example = example_of(handle)
-        if handle is None:
-            continue
-        if not isinstance(example, Tensor):
-            return because("internal_error", f"{name} has no example value", where)
-        if compat.is_functional_wrapper(example):
-            return because("functional_transform", name, where)
-        if not compat.is_plain(example):
-            return because("subclass", f"{name} ({type(example).__name__})", where)
-        if example.device.type not in ("cpu", "cuda"):
-            return because("device", str(example.device), where)
-        if example.device != example_of(head.input).device:
-            return because("device", f"{example_of(head.input).device} and {example.device}", where)
-    if not isinstance(head.vocab, int) or not isinstance(head.hidden, int) or 0 in (head.vocab, head.hidden):
-        return because("shape", f"the weight has a symbolic or empty shape, {head.vocab} × {head.hidden}", where)
-    if head.bias is not None and tuple(example_of(head.bias).shape) != (head.vocab,):
-        return because("shape", f"the bias has the shape {tuple(example_of(head.bias).shape)}", where)
-    if head.dtype not in SUPPORTED_DTYPES:
-        return because("dtype", f"the logits are {head.dtype}", where)
-    return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from . import compat, errors
-from .analysis import Candidate, example_of
+from .candidate import Candidate, example_of
 from .deferred import DeferredLogits
 from .mutation import Timeline, storages
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
-from .analysis import Analysis, Candidate, analyse, example_of
+from .analysis import Analysis, analyse
 from .apart import Apart
+from .candidate import Candidate, example_of
 from .escape import Escape, send_out, why_not
 from .mutation import Timeline, tensors
 from .options import Options

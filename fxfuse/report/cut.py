@@ -19,7 +19,7 @@ from .. import compat
 from .source import function_name
 
 if TYPE_CHECKING:
-    from ..analysis import Candidate
+    from ..candidate import Candidate
 
 _CASTS = ("to", "float", "type", "double", "half", "bfloat16")
 

@@ -15,7 +15,7 @@ from ..mutation import storages, tensors
 from .source import argument_name, function_name, location
 
 if TYPE_CHECKING:
-    from ..analysis import Candidate
+    from ..candidate import Candidate
 
 LIMIT = 40  # boxes of one drawing
 _TOGETHER = 2  # so many small operations next to each other make one box

@@ -16,7 +16,7 @@ from .weights import number_of
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
-    from ..analysis import Candidate
+    from ..candidate import Candidate
     from .chain import Applied
 
 Status = Literal["fused", "deferred", "kept"]

@@ -1,0 +1,109 @@
+"""What became of one projection in a graph: its operands, what was made of its logits, and what keeps it dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from . import compat
+from .algebra import ClassTensor, Head
+from .escape import Escaped
+from .ops.contract import SUPPORTED_DTYPES
+from .readers import Reader
+from .reasons import Reason, because
+from .report.source import location
+from .rules.heads import VOCABULARY_RATIO
+
+
+def example_of(handle: Any) -> Any:
+    """The example value of a node; anything else as it is."""
+    return handle.meta.get("example_value") if isinstance(handle, Node) else handle
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A projection that may turn out to be a head, and what was learnt of it; several whose logits were joined.
+
+    Attributes:
+        node, head: the projection, or the first of several.
+        operands: every tensor that logits are made of, with the node that reads it in eager.
+        readers: the nodes that return what was read of the logits.
+        derived: described nodes, in graph order, projections among them.
+        projections: every projection, with its head.
+        flow: every node that takes what has an entry for each class, for the report.
+        read: by a loss or the like.
+        shown: returned from the graph, or read by something that also reads other things than logits.
+        class_sizes: V, and those of selections of classes.
+        sizes: nodes that return how many rows there are, with what they ask.
+    """
+
+    node: Node
+    head: Head
+    operands: list[tuple[Any, Node]] = field(default_factory=list)
+    readers: list[tuple[Node, Reader]] = field(default_factory=list)
+    derived: list[Node] = field(default_factory=list)
+    projections: dict[Node, Head] = field(default_factory=dict)
+    flow: list[Node] = field(default_factory=list)
+    escaped: list[Escaped] = field(default_factory=list)
+    kept: Reason | None = None
+    read: bool = False
+    shown: bool = False
+    trail: tuple[str, ...] = ()
+    class_sizes: list[Any] = field(default_factory=list)
+    sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
+    rows: int = 0  # of all projections, as far as is known
+    axis: int = -1  # of the classes in what the projection returns
+
+    def keep(self, reason: Reason) -> None:
+        self.kept = self.kept or reason
+
+    @property
+    def is_head(self) -> bool:
+        # Without a loss that reads it, an output is called logits when it is much wider than its input.
+        wide = compat.hint(self.head.vocab) >= VOCABULARY_RATIO * compat.hint(self.head.hidden)
+        dense = self.kept is not None or bool(self.escaped)
+        return (bool(self.readers) and (self.read or wide)) or (dense and (self.read or (self.shown and wide)))
+
+    def absorb(self, other: Candidate) -> None:
+        """Take over what is known of ``other``, whose logits were joined to these."""
+        self.operands += other.operands
+        self.readers += other.readers
+        self.derived += other.derived
+        self.projections |= other.projections
+        self.flow += other.flow
+        self.escaped += other.escaped
+        self.sizes += other.sizes
+        self.rows += other.rows
+        self.kept = self.kept or other.kept
+        self.read, self.shown = self.read or other.read, self.shown or other.shown
+
+
+def unfit(candidate: Candidate) -> Reason | None:
+    """Why the operands of a projection cannot be fused at all, if so."""
+    head = candidate.head
+    where = location(candidate.node)
+    named = (("the input", head.input), ("the weight", head.weight), ("the bias", head.bias))
+    for name, handle in named:
+        example = example_of(handle)
+        if handle is None:
+            continue
+        if not isinstance(example, Tensor):
+            return because("internal_error", f"{name} has no example value", where)
+        if compat.is_functional_wrapper(example):
+            return because("functional_transform", name, where)
+        if not compat.is_plain(example):
+            return because("subclass", f"{name} ({type(example).__name__})", where)
+        if example.device.type not in ("cpu", "cuda"):
+            return because("device", str(example.device), where)
+        if example.device != example_of(head.input).device:
+            return because("device", f"{example_of(head.input).device} and {example.device}", where)
+    if not isinstance(head.vocab, int) or not isinstance(head.hidden, int) or 0 in (head.vocab, head.hidden):
+        return because("shape", f"the weight has a symbolic or empty shape, {head.vocab} × {head.hidden}", where)
+    if head.bias is not None and tuple(example_of(head.bias).shape) != (head.vocab,):
+        return because("shape", f"the bias has the shape {tuple(example_of(head.bias).shape)}", where)
+    if head.dtype not in SUPPORTED_DTYPES:
+        return because("dtype", f"the logits are {head.dtype}", where)
+    return None
