@@ -353,6 +353,32 @@ def tanh_is_as_exact_near_zero_as_far_from_it() -> None:
     assert ((picked.double() - want * torch.tensor([1.0, -1.0], device=DEVICE)).abs() <= 4e-7 * want).all()
 
 
+@case(routes=("described",))
+def tanh_of_16_bits_errs_less_than_they_round() -> None:
+    """By 6e-7 at most; and with slopes that keep their digits where most of a large logit is cut off."""
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-20, 4, 99), torch.tensor([0.0, 6e4])])
+    x = x.to(torch.float16)[:, None].to(DEVICE) * torch.ones(1, 16, dtype=torch.float16, device=DEVICE)
+    w = torch.zeros(4, 16, dtype=torch.float16, device=DEVICE)
+    w[1, 0] = 1
+    index = torch.ones(len(x), 1, dtype=torch.int64, device=DEVICE)
+    exact = x[:, :1].double()
+    for after, bound in (("mul:3.0", 3 * 6e-7), ("mul:1000.0", 1e-3)):  # the second has no room for such errors
+        lse, picked, _, _, residual, *_ = cuda.linear_stats(
+            x, w, None, index, None, 1.0, False, False, transform=f"tanh {after}"
+        )
+        factor = float(after.partition(":")[2])
+        assert ((picked.double() - factor * exact.tanh()).abs() <= bound).all()
+        if factor == 3:
+            nothing, ones = torch.zeros_like(lse), torch.ones_like(picked)
+            upstream = nothing, ones, None
+            (dx, *_) = cuda.linear_stats_backward(
+                x, w, None, index, None, 1.0, lse, residual, *upstream, True, False, False, transform=f"tanh {after}"
+            )
+            slope = factor / exact[:, 0].cosh().square()
+            seen = slope > 1e-3  # where float16 has all of its digits
+            assert ((dx[:, 0].double() - slope).abs() <= 2e-3 * slope)[seen].all()  # three roundings
+
+
 @case(each_dtype=True)
 def gradients_that_nearly_cancel(dtype: torch.dtype) -> None:
     # Targets drawn from the softmax itself: what the targets and what the softmax give is much larger than their sum.

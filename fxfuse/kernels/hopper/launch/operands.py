@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....ops.contract import Operands
 from ... import tiles
+from ...transform import spelled
 
 
 class Listed(NamedTuple):
@@ -194,7 +195,11 @@ class Described(Operands):
 
     def logits_options(self) -> dict[str, object]:
         """Of every kernel that makes logits from described operands."""
-        return {"SCALED": self.scale != 1.0, "TRANSFORM": self.transform, "TRANSPOSED": self.transposed}
+        return {**self.pointwise_options(), "TRANSPOSED": self.transposed}
+
+    def pointwise_options(self) -> dict[str, object]:
+        """Of every kernel that makes logits from products."""
+        return {"SCALED": self.scale != 1.0, "TRANSFORM": spelled(self.transform, self.input.dtype)}
 
     def launch_options(self, tile: tiles.Tile, flatten: bool = True) -> dict[str, object]:
         if tile.takes_turns:
