@@ -219,7 +219,8 @@ class Analysis:
     def _call(self, node: Node, out: Any) -> Call:
         entries = functools.partial(self._contents.of, place=node)
         grad = any(one.requires_grad for one in tensors(out))
-        return Call(function_name(node), out, example_of, location(node), self._reader_of, entries, grad)
+        name, where = function_name(node), location(node)
+        return Call(name, out, example_of, where, self._reader_of, entries, _unexpanded, grad)
 
     def _note(self, node: Node, outcome: Any, values: Sequence[_Value]) -> None:
         """Remember that ``node``, which is made of ``values``, is ``outcome``."""
@@ -422,6 +423,12 @@ def _is_unused_size(node: Node) -> bool:
     """
     unused = all(user.target is operator.getitem and not user.users for user in node.users)
     return node.op == "call_method" and node.target == "size" and unused
+
+
+def _unexpanded(handle: Any) -> Any:
+    """What a node expands, if one node uses the result: a hook, or a gradient with respect to it, would be a second."""
+    expands = isinstance(handle, Node) and function_name(handle) in ("expand", "expand_as", "broadcast_to")
+    return handle.args[0] if expands and handle.args and len(handle.users) == 1 else None
 
 
 def _adds_axes(node: Node) -> bool:

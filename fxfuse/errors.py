@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -45,11 +45,12 @@ INDEX_OUT_OF_RANGE = (
 )
 
 
-def index_out_of_range(value: int, vocab: int, *, nll: bool) -> IndexError | RuntimeError:
-    """What ``nll_loss`` (IndexError) or ``gather`` (RuntimeError) raises for this class on a CPU."""
-    if nll:
+def index_out_of_range(value: int, vocab: int, by: Literal["nll_loss", "gather", "indexing"]) -> Exception:
+    """What ``nll_loss`` and indexing (IndexError) or ``gather`` (RuntimeError) raise for this class on a CPU."""
+    if by == "nll_loss":
         return IndexError(f"Target {value} is out of bounds.")
-    return RuntimeError(f"index {value} is out of bounds for dimension 1 with size {vocab}")
+    kind = RuntimeError if by == "gather" else IndexError
+    return kind(f"index {value} is out of bounds for dimension 1 with size {vocab}")
 
 
 # --- wrong calls ----------------------------------------------------------------------------------------------

@@ -147,7 +147,10 @@ class RowsAt(RowOp):
 
 @dataclass(frozen=True)
 class ByColumn(RowOp):
-    """``function`` by a tensor that is the same for all classes: ``args`` are that, and their axis, from the end."""
+    """``function`` by a tensor that was expanded to all classes: ``args`` are that, and their axis, from the end.
+
+    All of its gradient would arrive at one class, so it must have none.
+    """
 
     def replay(self, emit: Emit, hidden_states: Handle, hidden: int) -> Handle:
         other, axis = self.args
@@ -259,8 +262,15 @@ def _scale_bias(emit: Emit, weight: Handle, bias: Handle, function: Any, factor:
 def _shift(emit: Emit, weight: Handle, bias: Handle, shift: Handle, factor: float) -> tuple[Handle, Handle]:
     """Plus ``factor`` times a number for each class."""
     wide = emit(torch.Tensor.to, _vector(emit, shift), _wide(emit, weight))
-    shift = wide if factor == 1.0 else emit(torch.mul, wide, factor)
+    shift = wide if factor == 1.0 else _multiplied(emit, wide, factor)
     return weight, shift if bias is None else emit(torch.add, bias, shift)
+
+
+def _multiplied(emit: Emit, wide: Handle, factor: float) -> Handle:
+    """``factor`` times what will be divided by it again: finite where it is, as the least number of a dtype."""
+    most = torch.finfo(emit.example(wide).dtype).max * min(1.0, abs(factor)) * (1 - 1e-6)
+    finite = emit(torch.clamp, emit(torch.mul, wide, factor), -most, most)
+    return emit(torch.where, emit(torch.isinf, wide), emit(torch.mul, wide, factor), finite)
 
 
 def _assign(emit: Emit, weight: Handle, bias: Handle, classes: Any, value: float) -> tuple[Handle, Handle]:

@@ -219,6 +219,7 @@ MASKS = [  # labels are kept off what is masked
     "{z}.masked_fill({last}, -inf)",
     "{z}.masked_fill({last}, -1e4)",
     "{z}.masked_fill({last}, torch.finfo(torch.float32).min)",
+    "{z}.masked_fill({last}, torch.finfo({z}.dtype).min)",
     "torch.masked_fill({z}, {last}, -inf)",
     "torch.where({last}, -inf, {z})",
     "torch.where(~{last}, {z}, {z}.new_tensor(-1e4))",

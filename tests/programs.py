@@ -754,6 +754,18 @@ def _masked_after_a_softcap(s: World) -> Any:
     )
 
 
+def _least_number_after_a_scale(s: World) -> Any:
+    """Which would be infinite before it, and is read of a masked class, too."""
+    mask, least = s.c > 0.6, torch.finfo(s.x.dtype).min
+    mask[3:6] = True
+    a = (s.z / 2).masked_fill(mask, least)
+    b = s.z * 0.7
+    b[..., 3:5] = least
+    c = torch.where(mask, least, s.z * 1.3) / 1.1
+    masked = s.y.clamp(3, 4)
+    return -a.gather(-1, masked[..., None]), _rows(b.log_softmax(-1), masked), b.logsumexp(-1), c.logsumexp(-1)
+
+
 def _rows_at(s: World) -> Any:
     at = s.y[:, :3] % TIME
     labels = s.y.gather(1, at)
@@ -926,7 +938,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "learned_over_what_was_cut_off": _calibrated_beside_a_detached_head,
     "learned_over_detached_logits": lambda s: ce(s.z.detach() + s.b, s.y),
     "learned_rows_over_detached_rows": _learned_rows_over_detached_rows,
-    "temperature_expanded_to_classes": lambda s: ce(s.zb / s.b[:1].exp().expand(BATCH, TIME, VOCAB), s.y),
+    "fixed_temperature_expanded_to_classes": lambda s: ce(s.zb / s.b[:1].detach().expand(BATCH, TIME, VOCAB), s.y),
+    "least_number_after_a_scale": _least_number_after_a_scale,
     "normaliser_under_no_grad": _normaliser_under_no_grad,
     "shifted_rows_of_frozen_hidden_states": _shifted_rows_of_frozen_hidden_states,
     "largest_under_no_grad": _largest_under_no_grad,
@@ -1145,6 +1158,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
 
 # Fused too, but only in a graph: at run time, where values are written or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
+    "temperature_expanded_to_classes": lambda s: ce(s.zb / s.b[:1].exp().expand(BATCH, TIME, VOCAB), s.y),
+    "temperature_of_rows_expanded_to_classes": lambda s: ce(s.z * s.x[..., :1].exp().expand(-1, -1, VOCAB), s.y),
     "divergence_by_detached_probabilities": _divergence_by_detached_probabilities,
     "divergence_by_hand_of_masked_classes": _divergence_by_hand_of_masked_classes,
     "in_place_through_views": _in_place_through_views,
@@ -1559,6 +1574,14 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "written_by_keyword_beside_a_transposed_view": ("mutated", _written_by_keyword_beside_a_transposed_view),
     "class_written_beside_a_slice": ("mutated", _class_written_beside_a_slice),
     "classes_filled_beside_a_slice": ("mutated", _classes_filled_beside_a_slice),
+    "temperature_expanded_to_classes_and_read": (
+        "unknown_reader",
+        lambda s: (lambda t: (ce(s.zb / t, s.y), t[..., 3]))(s.b[:1].exp().expand(BATCH, TIME, VOCAB)),
+    ),
+    "least_number_after_a_scaled_bias": (
+        "unknown_reader",
+        lambda s: (s.zb / 2).masked_fill(s.c > 0.6, torch.finfo(s.x.dtype).min).logsumexp(-1),
+    ),
     "expanded_class": ("unknown_reader", lambda s: s.z[..., 3:4].expand(-1, -1, 7).logsumexp(-1)),
     "sum_of_all_in_its_dimensions": ("unknown_reader", lambda s: s.z.sum(None, keepdim=True)),
     "repeated_vocabulary": ("unknown_reader", lambda s: s.z.repeat(1, 1, 2).logsumexp(-1)),

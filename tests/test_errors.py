@@ -117,6 +117,8 @@ def test_a_class_that_is_none() -> None:
         fxfuse.linear_cross_entropy(p.input, p.weight, p.target * 0 + 7)
     with pytest.raises(RuntimeError, match=r"^index 7 is out of bounds for dimension 1 with size 5$"):
         fxfuse.linear_log_probs(p.input, p.weight, p.target * 0 + 7)
+    with pytest.raises(IndexError, match=r"^index -6 is out of bounds for dimension 1 with size 5$"):
+        ops.check_index(p.target * 0 - 6, 5, None, wraps=True)
 
 
 @triggers("INDEX_OUT_OF_RANGE")

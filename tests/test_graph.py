@@ -532,6 +532,78 @@ def test_a_target_out_of_range_raises_as_in_eager() -> None:
         compiled(lambda s: s.z.log_softmax(-1).gather(-1, s.y[..., None]))(world)
 
 
+@pytest.mark.parametrize("bad", [VOCAB, -VOCAB - 1])
+def test_an_index_out_of_range_raises_as_in_eager(bad: int) -> None:
+    world = World.make()
+    y = world.y[0]
+    y[2] = bad
+
+    def program(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return z.log_softmax(-1)[torch.arange(len(y)), y].mean()
+
+    with pytest.raises(IndexError) as eager:
+        program(world.z[0], y)
+    with pytest.raises(IndexError) as ours:
+        compiled(lambda x, w, y: program(F.linear(x, w), y))(world.x[0], world.w, y)
+    assert str(ours.value) == str(eager.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_least_numbers_after_a_scale(dtype: torch.dtype, inner: str) -> None:
+    """Which no dtype holds before a scale of less than one; a mask that is added keeps what is finite so."""
+    world = World.make()
+    x, w, y = world.x[0].detach().to(dtype), world.w.detach().to(dtype), world.y[0] % 5
+    mask = torch.arange(VOCAB) >= 14
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        least = torch.finfo(dtype).min
+        filled = F.cross_entropy((F.linear(x, w) / 2).masked_fill(mask, least).float(), y)
+        added = F.linear(x, w) / 2 + torch.zeros(VOCAB, dtype=dtype).masked_fill(mask, least)
+        return filled, F.cross_entropy(added.float(), y), added.logsumexp(-1), added[:, -1]
+
+    ours, eager = compiled(program, inner=inner)(x, w), program(x, w)
+    tolerance = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(ours[:3], eager[:3], **tolerance)
+    assert ours[3].isfinite().all() and (ours[3] < torch.finfo(dtype).min / 4).all()
+
+
+def test_the_gradient_of_a_temperature_that_was_expanded_to_classes() -> None:
+    """Each entry has one of its own, which shows where it is a leaf, or asked for."""
+    world = World.make()
+    rows = torch.full((len(world.y[0]), 1), 2.0, dtype=world.x.dtype)
+
+    def program(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, w) / t, world.y[0])
+
+    def hooked(x: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        t = rows.expand(-1, VOCAB)
+        t.register_hook(lambda g: g.clamp(-1e-2, 1e-2))
+        return program(x, w, t)
+
+    for make in (lambda: rows.expand(-1, VOCAB).requires_grad_(), lambda: rows.requires_grad_().expand(-1, VOCAB)):
+        ours, eager = (
+            torch.autograd.grad(f(world.x[0], world.w, t), t)
+            for f, t in ((compiled(program), make()), (program, make()))
+        )
+        torch.testing.assert_close(ours, eager)
+    rows.requires_grad_()
+    ours, eager = (torch.autograd.grad(f(world.x[0], world.w, rows), rows) for f in (compiled(hooked), hooked))
+    torch.testing.assert_close(ours, eager)
+
+
+def test_a_temperature_that_item_takes() -> None:
+    world = World.make()
+
+    def program(s: World) -> Any:
+        return ce(s.z / s.c[0].abs().item(), s.y), s.zb.logsumexp(-1)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        sites = captured_sites(program, world)
+        torch.testing.assert_close(compiled(program)(world), program(world))
+    assert {site.status for site in sites} == {"fused"} and len(sites) == 2
+
+
 @pytest.mark.parametrize("width", [7, 16])
 def test_a_size_that_is_also_another_projections_width(width: int) -> None:
     """What an inner projection is followed through by its width must not hide the head."""

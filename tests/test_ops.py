@@ -824,6 +824,11 @@ def test_check_index_refuses_foreign_classes(bad: int) -> None:
     assert ops.check_index(index, 5, bad).tolist() == [[0, -1], [4, 1]]
 
 
+def test_check_index_counts_from_the_end(device: str) -> None:
+    index = torch.tensor([[0, -1], [4, -5]], device=device)
+    assert ops.check_index(index, 5, None, wraps=True).tolist() == [[0, 4], [4, 0]]
+
+
 @pytest.mark.parametrize("bad", [5, 2**40])
 def test_an_unchecked_index_touches_no_foreign_memory(bad: int) -> None:
     p = problem(3, 4, 5)

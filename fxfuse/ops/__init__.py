@@ -30,7 +30,7 @@ from .topk import linear_topk as linear_topk
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias, Tensor index, Tensor? class_weight, float scale"
 
 for _schema in (
-    "check_index(Tensor index, SymInt vocab, int? ignore_index) -> Tensor",
+    "check_index(Tensor index, SymInt vocab, int? ignore_index, bool wraps=False) -> Tensor",
     f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed, *, bool want_entropy=False,"
     " bool want_top=False, str transform='', int memory=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -81,14 +81,23 @@ def _is_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tens
     return torch.where(ignored, -1, index), foreign & ~ignored
 
 
-def _check_index_cpu(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
-    clean, foreign = _is_index(index, vocab, ignore_index)
+def _wrapped(index: Tensor, vocab: int) -> Tensor:
+    return torch.where(index < 0, index + vocab, index)
+
+
+def _check_index_cpu(index: Tensor, vocab: int, ignore_index: int | None, wraps: bool = False) -> Tensor:
+    clean, foreign = _is_index(_wrapped(index, vocab) if wraps else index, vocab, ignore_index)
     if bool(foreign.any()):
-        raise errors.index_out_of_range(int(index[foreign][0]), vocab, nll=ignore_index is not None)
+        first = int(index[foreign][0])
+        if wraps:
+            raise errors.index_out_of_range(first, vocab, "indexing")
+        raise errors.index_out_of_range(first, vocab, "gather" if ignore_index is None else "nll_loss")
     return clean
 
 
-def _check_index_cuda(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
+def _check_index_cuda(index: Tensor, vocab: int, ignore_index: int | None, wraps: bool = False) -> Tensor:
+    if wraps:
+        index = _wrapped(index, vocab)
     if cuda.has_triton(index.device) and index.numel() > 0:
         clean, valid = cuda.clean_index(index.contiguous(), vocab, ignore_index)
     else:
@@ -106,7 +115,7 @@ lib.impl("check_index", _check_index_cuda, "CUDA")
 
 
 @torch.library.register_fake("fxfuse::check_index", lib=lib)
-def _check_index_fake(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
+def _check_index_fake(index: Tensor, vocab: int, ignore_index: int | None, wraps: bool = False) -> Tensor:
     return torch.empty_like(index, memory_format=torch.contiguous_format)
 
 

@@ -51,6 +51,7 @@ class Call:
         reader_of: from a handle to the reader that returned it, perhaps with axes of size one added since; None where
             that is not known or something may have written to it.
         entries_of: from a handle to what the tensor certainly holds, or None.
+        unexpanded: from a handle to what it was expanded from, where nothing else can see its gradient; else None.
         grad: False where no gradient comes back, because it is called under no_grad.
     """
 
@@ -60,6 +61,7 @@ class Call:
     where: str | None = None
     reader_of: Callable[[Any], Reader | None] = _unknown
     entries_of: Callable[[Any], Entries | None] = _unknown
+    unexpanded: Callable[[Any], Any] = _unknown
     grad: bool = True
 
     def constant(self, handle: Any) -> float | None:

@@ -156,8 +156,7 @@ def entry_of_each(call: Call, input: ClassTensor, index: Handle) -> Reader:
     def make(emit: Emit) -> Handle:
         shape = tuple(input.shape[:-1])
         full = index if tuple(emit.example(index).shape) == shape else emit(torch.broadcast_to, index, shape)
-        wrapped = emit(torch.where, emit(torch.lt, full, 0), emit(torch.add, full, input.vocab), full)
-        return emit(ops.check_index, emit(torch.reshape, wrapped, (-1, 1)), input.vocab, None)
+        return emit(ops.check_index, emit(torch.reshape, full, (-1, 1)), input.vocab, None, True)
 
     def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
         column = emit(torch.select, input.hidden_states(emit), -1, 0)

@@ -117,7 +117,7 @@ def most(call: Call, input: Any, dim: Any, keepdim: Any) -> tuple[Reader, Reader
     along_classes(call, input, dim)
     top = _top(call, input)
     values = Reader(input, call.name, _one_a_row(input, keepdim, top), want_top=True, entries=top)
-    return values, _classes_ofmost(call, input, keepdim)
+    return values, _classes_of_most(call, input, keepdim)
 
 
 def _most_of_all(call: Call, input: Any) -> Reader:
@@ -144,7 +144,7 @@ def _top(call: Call, input: Any) -> Callable[[Emit, Statistics], Handle]:
     return top
 
 
-def _classes_ofmost(call: Call, input: Any, keepdim: Any) -> Reader:
+def _classes_of_most(call: Call, input: Any, keepdim: Any) -> Reader:
     return Reader(input, call.name, _one_a_row(input, keepdim, lambda emit, stats: stats.argmax), want_top=True)
 
 

@@ -29,7 +29,7 @@ from ..algebra import (
     derive,
     of_classes,
 )
-from ..compat import hint, same
+from ..compat import hint, is_known, same
 from ..replay import LOW, ByColumn, ClassOp, Extension, RowOp, RowShift
 from ..transform import MASKED, Step, then
 from . import Call, rule
@@ -105,19 +105,25 @@ def _like(call: Call, input: ClassTensor, other: Any) -> torch.Tensor:
     return example
 
 
+def _class_axis(input: ClassTensor, like: torch.Tensor) -> int:
+    """The axis of ``like`` that meets the classes of ``input``; negative if there is none."""
+    return like.dim() - (len(input.shape) - input.class_dim)
+
+
 def _is_one_a_row(input: ClassTensor, like: torch.Tensor) -> bool:
-    axis = like.dim() - (len(input.shape) - input.class_dim)
+    axis = _class_axis(input, like)
+    # Of a vocabulary of one, one for each row may be one for each class.
     return axis < 0 or (isinstance(like.shape[axis], int) and like.shape[axis] == 1 and input.vocab != 1)
 
 
 def _is_spread(input: ClassTensor, like: torch.Tensor) -> bool:
     """Whether it has a number for each row that was expanded to all classes."""
-    axis = like.dim() - (len(input.shape) - input.class_dim)
+    axis = _class_axis(input, like)
     return axis >= 0 and same(like.stride(axis), 0) and same(like.shape[axis], input.vocab)
 
 
 def _is_one_a_class(input: ClassTensor, like: torch.Tensor) -> bool:
-    axis = like.dim() - (len(input.shape) - input.class_dim)
+    axis = _class_axis(input, like)
     others = (size for i, size in enumerate(like.shape) if i != axis)
     return axis >= 0 and same(like.shape[axis], input.vocab) and all(same(size, 1) for size in others)
 
@@ -125,7 +131,7 @@ def _is_one_a_class(input: ClassTensor, like: torch.Tensor) -> bool:
 def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> ClassTensor:
     example = call.example(other)
     symbolic = isinstance(example, (torch.SymFloat, torch.SymInt))  # a number that differs between calls
-    if symbolic and function is torch.div and example == 0:  # which is now a guard
+    if symbolic and function is torch.div and is_known(example) and example == 0:  # which is now a guard
         call.keep("unsupported_argument", f"{call.name} divides the logits by zero")
     like = torch.empty((), device="meta") if symbolic else _like(call, input, other)
     if not isinstance(input, Logits):
@@ -138,7 +144,9 @@ def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> Clas
         # What is scaled are hidden states or the weight, in their own dtype, which may be too narrow for it.
         call.keep("dtype", f"{call.name} by a tensor, of float16 logits,")
     dtype = converted(call, input, call.out.dtype)
-    spread = _is_spread(input, like)
+    if _is_spread(input, like) and (column := call.unexpanded(other)) is not None:
+        other, like = column, call.example(column)
+    spread = _is_spread(input, like) and not like.requires_grad
     if spread or _is_one_a_row(input, like):
         op = ByColumn(function, (other, input.class_dim - len(input.shape))) if spread else RowOp(function, (other,))
         if not input.has_bias:
@@ -375,11 +383,11 @@ def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) 
     if not isinstance(input, Logits) or (input.row_shifts and not math.isinf(value)):
         call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
     dtype = converted(call, input, call.out.dtype)
-    if not input.transform:
+    if not input.transform and _fits(input, value):
         return of_classes(input, call.name, op(value / input.scale), dtype=dtype)
-    # Before the functions it is -inf that marks these classes.
+    # Before the functions, or before a scale that would make too much of it, it is -inf that marks these classes.
     step, mark, before = Step(MASKED, value), op(math.copysign(math.inf, -input.scale)), input
-    if input.transform[-1] == step:
+    if input.transform[-1:] == (step,):
         return of_classes(input, call.name, mark, dtype=dtype)
     bounded = any(known.name in ("tanh", "sigmoid") for known in input.transform)
     known_bias = not input.has_bias or bounded
@@ -392,6 +400,14 @@ def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) 
     if input.has_bias:  # which may hold -inf itself; of a number so low a bounded function makes the same
         before = replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
     return of_classes(before, call.name, mark, dtype=dtype, transform=(*input.transform, step))
+
+
+def _fits(input: Logits, value: float) -> bool:
+    """Whether the bias of a class can be such that its logits are ``value`` after the scale."""
+    if input.scale == 1.0 or math.isinf(value):
+        return True
+    most = torch.finfo(torch.float64 if input.head.dtype == torch.float64 else torch.float32).max
+    return max(abs(value), abs(value / input.scale)) < most / 2
 
 
 @rule(in_place=(operator.setitem,))
