@@ -45,7 +45,9 @@ INDEX_OUT_OF_RANGE = (
 )
 
 
-def index_out_of_range(value: int, vocab: int, by: Literal["nll_loss", "gather", "indexing"]) -> Exception:
+def index_out_of_range(
+    value: int, vocab: int, by: Literal["nll_loss", "gather", "indexing"]
+) -> IndexError | RuntimeError:
     """What ``nll_loss`` and indexing (IndexError) or ``gather`` (RuntimeError) raise for this class on a CPU."""
     if by == "nll_loss":
         return IndexError(f"Target {value} is out of bounds.")
