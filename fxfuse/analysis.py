@@ -198,6 +198,8 @@ class Analysis:
         if node in self.whole:
             (outcome,) = outcomes
             assert isinstance(outcome, ClassTensor)
+            if outcome.requires_grad and self.timeline.is_written(node):
+                call.keep("mutated")  # eager's gradient is of what is written there, if autograd does not see the write
             reader = Whole(outcome, outcome.trail[-1], lambda *_: None, reason=self.whole[node])
             self._note(node, replace(reader, source=replace(outcome, trail=outcome.trail[:-1])), values)
             return

@@ -754,16 +754,27 @@ def _masked_after_a_softcap(s: World) -> Any:
     )
 
 
+def _log_probs_written_behind_autograd(s: World) -> Any:
+    """Of which eager makes its gradient."""
+    lp = s.z.log_softmax(-1)
+    lp.data.mul_(2)
+    return _rows(lp, s.y)
+
+
 def _least_number_after_a_scale(s: World) -> Any:
-    """Which would be infinite before it, and is read of a masked class, too."""
+    """Which would be infinite before it."""
     mask, least = s.c > 0.6, torch.finfo(s.x.dtype).min
-    mask[3:6] = True
-    a = (s.z / 2).masked_fill(mask, least)
+    mask[:3], mask[3:6] = False, True
     b = s.z * 0.7
     b[..., 3:5] = least
     c = torch.where(mask, least, s.z * 1.3) / 1.1
-    masked = s.y.clamp(3, 4)
-    return -a.gather(-1, masked[..., None]), _rows(b.log_softmax(-1), masked), b.logsumexp(-1), c.logsumexp(-1)
+    return ce((s.z / 2).masked_fill(mask, least), s.y % 3), _rows(b.log_softmax(-1), s.y % 3), c.logsumexp(-1)
+
+
+def _rows_without_a_batch(s: World) -> Any:
+    """The mean of one that is ignored is NaN on a CPU, and 0 on CUDA."""
+    losses = [F.cross_entropy(z, y) for z, y in zip(s.z[0], s.masked[0], strict=True)]
+    return losses[-1], sum(losses)
 
 
 def _rows_at(s: World) -> Any:
@@ -939,6 +950,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "learned_over_detached_logits": lambda s: ce(s.z.detach() + s.b, s.y),
     "learned_rows_over_detached_rows": _learned_rows_over_detached_rows,
     "fixed_temperature_expanded_to_classes": lambda s: ce(s.zb / s.b[:1].detach().expand(BATCH, TIME, VOCAB), s.y),
+    "rows_without_a_batch": _rows_without_a_batch,
     "least_number_after_a_scale": _least_number_after_a_scale,
     "normaliser_under_no_grad": _normaliser_under_no_grad,
     "shifted_rows_of_frozen_hidden_states": _shifted_rows_of_frozen_hidden_states,
@@ -1542,6 +1554,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "nll_of_logits": ("unknown_reader", lambda s: F.nll_loss(s.z.flatten(0, 1), s.y.flatten())),
     "sum_over_rows": ("class_dim", lambda s: s.z.sum(1)),
     "logits_as_argument": ("unknown_reader", _logits_as_argument),
+    "log_probs_written_behind_autograd": ("mutated", _log_probs_written_behind_autograd),
     "rounded_division": ("unsupported_argument", lambda s: ce(torch.div(s.z, 2, rounding_mode="floor"), s.y)),
     "scaled_by_zero": ("unsupported_argument", lambda s: ce(s.z * 0.0, s.y)),
     "legacy_reduction": ("unsupported_argument", lambda s: ce(s.z, s.y, size_average=False)),

@@ -122,6 +122,7 @@ def _class_index_loss(
 
     acc = acc_dtype(input.head.dtype)
     formula = _ClassIndexLoss(input.vocab, weight, float(label_smoothing), reduction, input.factor, acc)
+    formula.zero_if_ignored = dims == 1 and labels.device.type == "cuda" and label_smoothing == 0
 
     def make(emit: Emit) -> Handle:
         # The class axis is axis 1 of the logits and absent from the target: rows flatten in the same order.
@@ -164,6 +165,9 @@ class _ClassIndexLoss:
     ) -> None:
         self.vocab, self.weight, self.label_smoothing = vocab, weight, label_smoothing
         self.reduction, self.factor, self.acc = reduction, factor, acc
+        # Of a single row without a batch that is ignored PyTorch's mean is NaN on a CPU and 0 on CUDA
+        # (https://github.com/pytorch/pytorch/pull/64572).
+        self.zero_if_ignored = False
 
     def coefficients(self, emit: Emit, index: Handle) -> Coefficients:
         row = emit(torch.squeeze, index, 1)
@@ -178,7 +182,10 @@ class _ClassIndexLoss:
         if self.reduction == "mean":
             count = emit(torch.sum, share)
             # 0 / 0: with every row ignored the mean is NaN, and its gradients are zero.
-            offset = emit(torch.div, emit(torch.zeros_like, count), count)
+            divisor = count
+            if self.zero_if_ignored:
+                divisor = emit(torch.add, count, emit(torch.sum, emit(torch.rsub, mask, 1.0)))
+            offset = emit(torch.div, emit(torch.zeros_like, count), divisor)
             # Ignored rows stay exactly zero, also where the count is zero.
             mask, share = (self._shared(emit, mask, c, count) for c in (mask, share))
         epsilon = self.label_smoothing
