@@ -771,6 +771,12 @@ def _least_number_after_a_scale(s: World) -> Any:
     return ce((s.z / 2).masked_fill(mask, least), s.y % 3), _rows(b.log_softmax(-1), s.y % 3), c.logsumexp(-1)
 
 
+def _entropy_of_least_numbers(s: World) -> Any:
+    """Each times its probability of 0, and then by what would make it infinite."""
+    z = (s.z / 0.7).masked_fill(s.c > 0.6, torch.finfo(s.x.dtype).min)
+    return -(z.softmax(-1) * z.log_softmax(-1)).sum(-1) / 2, ce(z, s.y * 0 + s.c.argmin())
+
+
 def _rows_without_a_batch(s: World) -> Any:
     """The mean of one that is ignored is NaN on a CPU, and 0 on CUDA."""
     losses = [F.cross_entropy(z, y) for z, y in zip(s.z[0], s.masked[0], strict=True)]
@@ -950,6 +956,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "learned_over_detached_logits": lambda s: ce(s.z.detach() + s.b, s.y),
     "learned_rows_over_detached_rows": _learned_rows_over_detached_rows,
     "fixed_temperature_expanded_to_classes": lambda s: ce(s.zb / s.b[:1].detach().expand(BATCH, TIME, VOCAB), s.y),
+    "entropy_of_least_numbers": _entropy_of_least_numbers,
     "rows_without_a_batch": _rows_without_a_batch,
     "least_number_after_a_scale": _least_number_after_a_scale,
     "normaliser_under_no_grad": _normaliser_under_no_grad,
@@ -1594,6 +1601,10 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "least_number_after_a_scaled_bias": (
         "unknown_reader",
         lambda s: (s.zb / 2).masked_fill(s.c > 0.6, torch.finfo(s.x.dtype).min).logsumexp(-1),
+    ),
+    "tensor_after_a_scale_of_least_numbers": (
+        "unknown_reader",
+        lambda s: (s.z.masked_fill(s.c > 0.6, torch.finfo(s.x.dtype).min) / 2 / s.c[0]).softmax(-1).amax(-1).detach(),
     ),
     "expanded_class": ("unknown_reader", lambda s: s.z[..., 3:4].expand(-1, -1, 7).logsumexp(-1)),
     "sum_of_all_in_its_dimensions": ("unknown_reader", lambda s: s.z.sum(None, keepdim=True)),

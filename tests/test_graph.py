@@ -548,6 +548,27 @@ def test_an_index_out_of_range_raises_as_in_eager(bad: int) -> None:
     assert str(ours.value) == str(eager.value)
 
 
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda z: z.masked_fill(torch.arange(VOCAB) >= 14, -1e9),
+        lambda z: z.index_fill(-1, torch.tensor([3]), -1e9),
+        lambda z: z.index_fill(-1, torch.tensor([3], dtype=torch.int32), -9.0),
+        lambda z: z.index_fill(-1, torch.arange(VOCAB) >= 14, -9.0),
+    ],
+)
+def test_a_fill_that_eager_refuses(fill: Any) -> None:
+    """A number that float16 does not hold, and indices that are none."""
+    world = World.make(torch.float16)
+
+    def program(s: World) -> Any:
+        return fill(s.z).logsumexp(-1)
+
+    for f in (program, compiled(program)):
+        with pytest.raises((RuntimeError, IndexError), match=r"without overflow|Expected dtype int64"):
+            f(world)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_least_numbers_after_a_scale(dtype: torch.dtype, inner: str) -> None:

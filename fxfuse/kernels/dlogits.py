@@ -100,12 +100,13 @@ def dlogits_kernel(
     # z - lse is exact where it matters, and only then is the residual not lost beside it.
     log_p = z - tl.load(lse + row, mask=in_rows, other=0.0)[:, None]
     log_p = log_p - tl.load(residual + row, mask=in_rows, other=0.0)[:, None]
-    g = row_g[:, None]
+    # 16 bits hold fewer digits than tl.exp gives, in fewer instructions.
+    p = exponential(log_p) if dz.dtype.element_ty == tl.float32 else tl.exp(log_p)
+    g = row_g[:, None] * p
     if g_entropy is not None:
         row_entropy = tl.load(entropy + row, mask=in_rows, other=0.0)
-        g = g - row_g_entropy[:, None] * (log_p + row_entropy[:, None])
-    # 16 bits hold fewer digits than tl.exp gives, in fewer instructions.
-    g = g * (exponential(log_p) if dz.dtype.element_ty == tl.float32 else tl.exp(log_p))
+        # In this order: the least number of a dtype may become infinite, which 0 would make NaN.
+        g -= row_g_entropy[:, None] * (p * (log_p + row_entropy[:, None]))
     for k in range(indexed):
         at = row64 * indexed + k
         local = tl.load(index + at, mask=in_rows, other=-1) - first_class - tile_start

@@ -148,8 +148,9 @@ def _to_gradient(p: _Softmax, slope: Tensor | None, index: Tensor, class_weight:
     else:
         assert p.shifted is not None and p.mean is not None
         # log p + H is how far a logit lies above their mean: m and log s, which both have, are gone from it.
-        g = p.shifted.sub_(p.mean[:, None]).mul_(-up.entropy[:, None]).add_(up.lse[:, None])
-        e.mul_(g.div_(p.total[:, None]))
+        # Times probabilities first: the least number of a dtype may become infinite, which 0 would make NaN.
+        terms = p.shifted.sub_(p.mean[:, None]).mul_(e).mul_((-up.entropy / p.total)[:, None])
+        e.mul_((up.lse / p.total)[:, None]).add_(terms)
     e.scatter_add_(1, index.clamp(min=0), torch.where(index >= 0, up.picked, 0.0))
     if up.class_sum is not None:
         c = e.new_ones(()) if class_weight is None else class_weight

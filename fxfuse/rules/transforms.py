@@ -143,6 +143,8 @@ def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> Clas
     if input.head.dtype == torch.float16:
         # What is scaled are hidden states or the weight, in their own dtype, which may be too narrow for it.
         call.keep("dtype", f"{call.name} by a tensor, of float16 logits,")
+    if input.scale != 1.0 and any(op.name in ("fill", "assign") and _is_least(op.args[1]) for op in input.class_ops):
+        call.keep("unknown_reader", f"{call.name} by a tensor, of scaled logits with the least number of a dtype,")
     dtype = converted(call, input, call.out.dtype)
     if _is_spread(input, like) and (column := call.unexpanded(other)) is not None:
         other, like = column, call.example(column)
@@ -163,6 +165,11 @@ def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> Clas
     if _is_one_a_class(input, like) and not input.row_shifts:
         return of_classes(input, call.name, ClassOp("scale", (function, other)), dtype=dtype)
     call.keep("unknown_reader", f"{call.name} by a tensor of shape {tuple(like.shape)}")
+
+
+def _is_least(number: float) -> bool:
+    """Whether a finite number is so large that it may be infinite after one factor, and finite after the next."""
+    return 1e30 < abs(number) < math.inf
 
 
 def _shifted_by_tensor(call: Call, input: Any, other: Any, sign: float) -> ClassTensor:
@@ -422,7 +429,16 @@ def setitem(call: Call, input: Any, index: Any, value: Any) -> ClassTensor:
 def index_fill(call: Call, input: Any, dim: Any, index: Any, value: Any) -> ClassTensor:
     if dim % len(input.shape) != input.class_dim:
         call.keep("class_dim", f"{call.name} along dim={dim}")
+    if call.example(index).dtype != torch.int64:
+        call.keep("dtype", f"{call.name} at an index of {call.example(index).dtype}")
+    _refuse_overflow(call, value)
     return _assigned(call, input, index, value)
+
+
+def _refuse_overflow(call: Call, value: Any) -> None:
+    """Refuse a number that the logits' dtype does not hold, of which eager says so; assignments make it infinite."""
+    if _is_number(value) and math.isfinite(value) and abs(value) > torch.finfo(call.out.dtype).max:
+        call.keep("unsupported_argument", f"{call.name} with {value}, which {call.out.dtype} does not hold,")
 
 
 def _assigned(call: Call, input: Any, classes: Any, value: Any) -> ClassTensor:
@@ -463,6 +479,7 @@ def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Ca
 
 @rule(torch.masked_fill, "masked_fill", in_place=("masked_fill_",))
 def masked_fill(call: Call, input: Any, mask: Any, value: Any) -> ClassTensor:
+    _refuse_overflow(call, value)
     return _masked(call, input, mask, value)
 
 

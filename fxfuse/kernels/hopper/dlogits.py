@@ -14,9 +14,11 @@ def _gradient(z, lse, residual, g, g_entropy, entropy):
     """p (g - g_entropy (log p + entropy)), for log p = z - lse; the entropies may be None."""
     # z - lse is exact where it matters, and only then is the residual not lost beside it.
     log_p = (z - lse) - residual
-    if g_entropy is not None:
-        g = g - g_entropy * (log_p + entropy)
-    return g * tl.exp2(log_p * LOG2E)
+    p = tl.exp2(log_p * LOG2E)
+    if g_entropy is None:
+        return g * p
+    # In this order: the least number of a dtype may become infinite, which 0 would make NaN.
+    return g * p - g_entropy * (p * (log_p + entropy))
 
 
 @triton.jit
