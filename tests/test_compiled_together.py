@@ -42,7 +42,7 @@ class Kernel:
 @pytest.fixture
 def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launcher, "JITFunction", Kernel)
-    monkeypatch.setattr(launcher, "AsyncCompileMode", lambda executor: contextlib.nullcontext())
+    monkeypatch.setattr(launcher, "AsyncCompileMode", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(launcher, "_compiled", {})
     return []
 
@@ -90,6 +90,28 @@ def test_an_error_leaves_nothing_behind(diary: list[str], monkeypatch: pytest.Mo
             op()
     op()
     assert diary == ["compile a", "launch a"]
+
+
+@pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
+def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says so once more where it is launched, and leaves Triton as it was."""
+    from triton.runtime._async_compile import active_mode
+
+    class Broken(Kernel):
+        def warmup(self, *_: Any, grid: Any) -> None:
+            mode = active_mode.get()
+            assert mode is not None
+            mode.submit("key", lambda: 1 / 0, lambda _: None)
+
+        def __call__(self, *_: Any) -> Kernel:
+            raise SyntaxError(self.name)
+
+    monkeypatch.setattr(launcher, "JITFunction", Kernel)
+    op = launcher.compiled_together(lambda: launcher.launch(0, Broken("a", []), (1,), 0))
+    for _ in range(2):
+        with pytest.raises(SyntaxError):
+            op()
+        assert active_mode.get() is None
 
 
 class Driver:

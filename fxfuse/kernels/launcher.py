@@ -77,7 +77,9 @@ def compiled_together(op: Callable[..., R]) -> Callable[..., R]:
             return _in_mode("ask", op, *args, **kwargs)
         # A rehearsal has no place in a CUDA graph.
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as threads, AsyncCompileMode(threads):
+            # What does not compile says so where it is launched. Raised in here, it would leave Triton in this mode.
+            threads = ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS))
+            with threads, AsyncCompileMode(threads, ignore_errors=True):
                 _in_mode("rehearse", op, *args, **kwargs)
         return _in_mode("launch", op, *args, **kwargs)
 

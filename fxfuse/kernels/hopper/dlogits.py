@@ -15,10 +15,11 @@ def _gradient(z, lse, residual, g, g_entropy, entropy):
     # z - lse is exact where it matters, and only then is the residual not lost beside it.
     log_p = (z - lse) - residual
     p = tl.exp2(log_p * LOG2E)
-    if g_entropy is None:
-        return g * p
-    # In this order: the least number of a dtype may become infinite, which 0 would make NaN.
-    return g * p - g_entropy * (p * (log_p + entropy))
+    g = g * p
+    if g_entropy is not None:
+        # In this order: the least number of a dtype may become infinite, which 0 would make NaN.
+        g -= g_entropy * (p * (log_p + entropy))
+    return g
 
 
 @triton.jit
