@@ -332,7 +332,7 @@ def _as_mask(logits: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
         return None
     mask = torch.zeros(described.vocab, dtype=torch.bool, device=logits.device)
     mask[classes] = True
-    if not isinstance(value, Tensor):  # which masked_fill refuses if it is too large, where an assignment does not
+    if isinstance(value, (int, float)):  # which masked_fill refuses if it is too large, where an assignment does not
         value = torch.tensor(value, dtype=logits.dtype, device="cpu").item()
     return logits, mask.view([-1 if i == described.class_dim else 1 for i in range(logits.dim())]), value
 

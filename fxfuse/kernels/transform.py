@@ -83,7 +83,7 @@ def _short_tanh(z):
 
 @triton.jit
 def transformed(z, TRANSFORM: tl.constexpr):
-    """(f(z), f'(z)) for the transform f that TRANSFORM names, ``spelled`` or not; of the identity f' is the number 1"""
+    """(f(z), f'(z)) for the transform f that TRANSFORM names, ``spelled`` or not. The identity has the number 1."""
     slope = 1.0
     masked = False
     if _masks(TRANSFORM):

@@ -121,8 +121,10 @@ def _class_index_loss(
         call.keep("unsupported_argument", f"{call.name} has reduction={reduction!r}")
 
     acc = acc_dtype(input.head.dtype)
-    formula = _ClassIndexLoss(input.vocab, weight, float(label_smoothing), reduction, input.factor, acc)
-    formula.zero_if_ignored = dims == 1 and labels.device.type == "cuda" and label_smoothing == 0
+    # Of a single row without a batch that is ignored PyTorch's mean is NaN on a CPU and 0 on CUDA
+    # (https://github.com/pytorch/pytorch/pull/64572).
+    zero = dims == 1 and labels.device.type == "cuda" and label_smoothing == 0
+    formula = _ClassIndexLoss(input.vocab, weight, float(label_smoothing), reduction, input.factor, acc, zero)
 
     def make(emit: Emit) -> Handle:
         # The class axis is axis 1 of the logits and absent from the target: rows flatten in the same order.
@@ -157,17 +159,23 @@ class _ClassIndexLoss:
 
         loss = 1/n sum_i ( -(1 - epsilon) u_i log_prob_i + epsilon/V m_i (lse_i sum_j weight_j - sum_j weight_j z_ij) )
 
-    ``factor`` multiplies the log-probabilities, where there is no label smoothing.
+    ``factor`` multiplies the log-probabilities, where there is no label smoothing. With ``zero_if_ignored`` the mean of
+    no rows is 0, not NaN.
     """
 
     def __init__(
-        self, vocab: int, weight: Handle | None, label_smoothing: float, reduction: str, factor: float, acc: torch.dtype
+        self,
+        vocab: int,
+        weight: Handle | None,
+        label_smoothing: float,
+        reduction: str,
+        factor: float,
+        acc: torch.dtype,
+        zero_if_ignored: bool,
     ) -> None:
         self.vocab, self.weight, self.label_smoothing = vocab, weight, label_smoothing
         self.reduction, self.factor, self.acc = reduction, factor, acc
-        # Of a single row without a batch that is ignored PyTorch's mean is NaN on a CPU and 0 on CUDA
-        # (https://github.com/pytorch/pytorch/pull/64572).
-        self.zero_if_ignored = False
+        self.zero_if_ignored = zero_if_ignored
 
     def coefficients(self, emit: Emit, index: Handle) -> Coefficients:
         row = emit(torch.squeeze, index, 1)

@@ -403,7 +403,8 @@ def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) 
         or input.since_extension != input.class_ops
         or not known_bias
     ):
-        call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
+        before_it = "another function" if input.transform else "a scale and a bias"
+        call.keep("unknown_reader", f"{call.name}, after {before_it} of the logits,")
     if input.has_bias:  # which may hold -inf itself; of a number so low a bounded function makes the same
         before = replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
     return of_classes(before, call.name, mark, dtype=dtype, transform=(*input.transform, step))
