@@ -31,6 +31,7 @@ from .rules import IN_PLACE, TABLE, Call, Keep, heads_of, outcomes_of
 
 # Functions whose arguments say where they write.
 _AT_AN_INDEX = frozenset((operator.setitem, "index_fill_"))
+_EXPANDS = frozenset((Tensor.expand, Tensor.expand_as, torch.broadcast_to, "expand", "expand_as", "broadcast_to"))
 
 
 class _Dense:
@@ -199,7 +200,8 @@ class Analysis:
             (outcome,) = outcomes
             assert isinstance(outcome, ClassTensor)
             if outcome.requires_grad and self.timeline.is_written(node):
-                call.keep("mutated")  # eager's gradient is of what is written there, if autograd does not see the write
+                # Eager's gradient is of what is written there, if autograd does not see the write.
+                call.keep("mutated", f"a write to what {call.name} returned")
             reader = Whole(outcome, outcome.trail[-1], lambda *_: None, reason=self.whole[node])
             self._note(node, replace(reader, source=replace(outcome, trail=outcome.trail[:-1])), values)
             return
@@ -429,7 +431,7 @@ def _is_unused_size(node: Node) -> bool:
 
 def _unexpanded(handle: Any) -> Any:
     """What a node expands, if one node uses the result: a hook, or a gradient with respect to it, would be a second."""
-    expands = isinstance(handle, Node) and function_name(handle) in ("expand", "expand_as", "broadcast_to")
+    expands = isinstance(handle, Node) and called(handle) in _EXPANDS
     return handle.args[0] if expands and handle.args and len(handle.users) == 1 else None
 
 

@@ -269,8 +269,8 @@ def _shift(emit: Emit, weight: Handle, bias: Handle, shift: Handle, factor: floa
 def _multiplied(emit: Emit, wide: Handle, factor: float) -> Handle:
     """``factor`` times what will be divided by it again: finite where it is, as the least number of a dtype."""
     most = torch.finfo(emit.example(wide).dtype).max * min(1.0, abs(factor)) * (1 - 1e-6)
-    finite = emit(torch.clamp, emit(torch.mul, wide, factor), -most, most)
-    return emit(torch.where, emit(torch.isinf, wide), emit(torch.mul, wide, factor), finite)
+    product = emit(torch.mul, wide, factor)
+    return emit(torch.where, emit(torch.isinf, wide), product, emit(torch.clamp, product, -most, most))
 
 
 def _assign(emit: Emit, weight: Handle, bias: Handle, classes: Any, value: float) -> tuple[Handle, Handle]:

@@ -71,7 +71,7 @@ def _tanh(z):
 
 @triton.jit
 def _short_tanh(z):
-    """(tanh, its derivative), the first to 6e-7: 1 - 2 r where r = 1 / (1 + exp(2 z)), in a fifth of the instructions.
+    """(tanh, its derivative), the first to 6e-7: 1 - 2 r where r = 1 / (1 + exp(2 z)), in a third of the instructions.
 
     r is the square of a reciprocal root, which the hardware has, and which needs no care for its range as a division
     does. Infinite exponentials make it 0. The derivative, 4 r (1 - r), keeps its digits where large logits saturate.
