@@ -137,6 +137,20 @@ class Clock:
         bases, times = (statistics.median(column) for column in zip(*turns, strict=True))
         return times / bases, times * 1e3
 
+    def host(self, f: Callable[[], Any], calls: int = 20) -> float:
+        """Microseconds that the host takes for a call, the device being busy: the median of a few turns."""
+        f()
+        turns = []
+        for _ in range(self.repeats):
+            self.sync()
+            torch.cuda._sleep(100_000_000)  # cycles, some 50 ms
+            start = time.perf_counter()
+            for _ in range(calls):
+                f()
+            turns.append((time.perf_counter() - start) / calls)
+        self.sync()
+        return statistics.median(turns) * 1e6
+
 
 def peak_mib(f: Callable[[], Any]) -> float | None:
     """Peak of memory during ``f`` above what was in use before, in MiB: CUDA's, or without that the process's."""
@@ -271,6 +285,9 @@ class Case:
                 self.x.grad = self.w.grad = None
                 peak = peak_mib(lambda: self.per_row(f, g))
                 row["rows extra"] = None if peak is None else peak - own
+            if self.args.host:
+                row["host µs"] = clock.host(lambda: self.step(f, self.y))
+                row["fwd host µs"] = clock.host(lambda: self.forward(f, self.y))
             if self.args.options and name == "fxfuse":
                 self.measure_options(f, row)
             if self.shape[0] <= 16:
@@ -315,6 +332,7 @@ def main() -> int:
     parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64, and with those "
                         "of nine more steps")  # fmt: skip
     parser.add_argument("--per-row", action="store_true", help="also time the gradients of per-row losses")
+    parser.add_argument("--host", action="store_true", help="also time the host, with a busy device (CUDA only)")
     parser.add_argument("--options", action="store_true", help="also time fxfuse with a softcap, a scale, a bias, "
                         "class weights and label smoothing, each over the plain loss")  # fmt: skip
     parser.add_argument("--only", action="append", metavar="NAME", choices=list(implementations()),
@@ -329,6 +347,8 @@ def main() -> int:
         parser.error(f"--shape: {wrong}; give NxDxV or one of {', '.join(SHAPES)}")
     if not 0 <= args.ignored < 1:
         parser.error("--ignored: a fraction from 0 to below 1 is needed")
+    if args.host and not args.device.startswith("cuda"):
+        parser.error("--host: a CUDA device is needed")
     count = len(args.only or implementations())
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU ({platform.machine()})"
     about = {"device": name, "torch": torch.__version__, "dtype": args.dtype, "ignored": args.ignored}

@@ -20,6 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+# A context in which no dispatch mode sees what is called.
+disable_dispatch_modes = _disable_current_modes
 
 
 def same(a: Any, b: Any) -> bool:
@@ -249,7 +254,9 @@ def fake_mode_of(example: Any) -> Iterator[None]:
     would count it.
     """
     mode = getattr(example, "fake_mode", None)
-    seen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    seen: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        seen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with seen, mode if mode is not None else contextlib.nullcontext():
         yield
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ class Kernel:
     """What ``launch`` asks of one, and a diary."""
 
     arg_names = ("x",)
+    function = packed_metadata = None
 
     def __init__(self, name: str, diary: list[str]) -> None:
         self.name, self.diary = name, diary
@@ -38,12 +40,15 @@ class Kernel:
         self.diary.append(f"launch {self.name}")
         return self
 
+    run = __call__
+
 
 @pytest.fixture
 def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launcher, "JITFunction", Kernel)
     monkeypatch.setattr(launcher, "AsyncCompileMode", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher, "driver", mock.MagicMock())
     return []
 
 

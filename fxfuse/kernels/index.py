@@ -9,19 +9,21 @@ from torch import Tensor
 
 from . import tiles
 from .launcher import launch
+from .tape import replayed
 
-BLOCK = 1024
+BLOCK, MOST_BLOCK = 1024, 4096
 
 
 @triton.jit(do_not_specialize=["size", "vocab", "ignore_index"])
 def clean_kernel(
     index,  # [size] int64
     clean,  # [size] int64, out
-    valid,  # [] int8, 1 before; out: 0 if an index is neither a class nor ignored
+    valid,  # [] int8, 1 before unless ALONE; out: 0 if an index is neither a class nor ignored, else 1
     size,
     vocab,
     ignore_index,
     IGNORES: tl.constexpr,
+    ALONE: tl.constexpr,  # there is one program
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -32,19 +34,26 @@ def clean_kernel(
         foreign = foreign & (ignored == 0)
         label = tl.where(ignored, -1, label)
     tl.store(clean + at, label, mask=at < size)
-    # Whoever finds one stores the same zero.
     found = tl.sum((foreign & (at < size)).to(tl.int32), 0) > 0
-    tl.store(valid, 0, mask=found)
+    if ALONE:
+        tl.store(valid, found == 0)
+    else:  # whoever finds one stores the same zero
+        tl.store(valid, 0, mask=found)
 
 
+@replayed
 def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
     """The index, contiguous int64, with -1 for what is ignored; and a bool ``[]``: whether the rest are classes."""
     out = torch.empty_like(index)
-    valid = torch.ones((), dtype=torch.int8, device=index.device)
+    block = BLOCK if index.numel() > MOST_BLOCK else tiles.next_power_of_2(max(index.numel(), BLOCK))
+    alone = index.numel() <= block
+    valid = (torch.empty if alone else torch.ones)((), dtype=torch.int8, device=index.device)
     numbers = (index.numel(), vocab, 0 if ignore_index is None else ignore_index)
     ignores = ignore_index is not None
     wide = tuple(not -(2**31) <= number < 2**31 for number in numbers)
-    signature = (index.device, index.dtype, index.data_ptr() % 16 == 0, ignores, wide)
-    grid = (tiles.cdiv(index.numel(), BLOCK),)
-    launch(signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, BLOCK=BLOCK)
+    signature = (index.device, index.dtype, index.data_ptr() % 16 == 0, ignores, wide, alone, block)
+    grid = (tiles.cdiv(index.numel(), block),)
+    launch(
+        signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, ALONE=alone, BLOCK=block
+    )  # fmt: skip
     return out, valid.view(torch.bool)

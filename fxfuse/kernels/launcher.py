@@ -12,13 +12,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from triton.runtime import JITFunction
+from torch import Tensor
+from triton import knobs
+from triton.runtime import JITFunction, driver
+
+from .. import compat
 
 try:
     from triton.runtime._async_compile import AsyncCompileMode
@@ -29,13 +33,62 @@ R = TypeVar("R")
 
 MOST_THREADS = 16
 
-_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+_compiled: dict[Any, _Compiled] = {}
 # "ask": raise _NotCompiled instead of compiling; "rehearse": compile, and launch nothing; "launch" and "": both.
 _mode: ContextVar[str] = ContextVar("mode", default="")
+# Is told of each launch, and of each kernel that was compiled.
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 class _NotCompiled(Exception):
     """A kernel is to be launched that this process has not compiled."""
+
+
+class Launchable(Protocol):
+    def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        """Launch it with such arguments, tensors as ``place`` has them."""
+
+    def place(self, tensor: Tensor, offset: int = 0) -> Any:
+        """What is to a kernel a tensor, or one that begins so many bytes later, if it ``by_address``."""
+
+    @property
+    def by_address(self) -> bool:
+        """Whether the address is all that a kernel knows of a tensor."""
+
+
+class _Compiled(NamedTuple):
+    kernel: Any  # Triton's CompiledKernel
+    run: Callable[..., None]  # of a grid, a stream, what follows here, and the kernel's arguments
+    function: int
+    metadata: Any
+    constants: tuple[Any, ...]  # the arguments for the kernel's constants, which are last
+    by_address: bool = True
+
+    def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        grid += (1,) * (3 - len(grid))
+        if _hooks():
+            self.kernel[grid](*args, *self.constants)
+            return
+        device = driver.active
+        stream = device.get_current_stream(device.get_current_device())
+        self.run(*grid, stream, self.function, self.metadata, None, None, None, *args, *self.constants)
+
+    def place(self, tensor: Tensor, offset: int = 0) -> int:
+        return tensor.data_ptr() + offset  # of a tensor itself Triton would ask CUDA whether it has the memory
+
+
+class _Interpreted(NamedTuple):
+    kernel: Any
+    constants: dict[str, Any]
+    by_address: bool = False
+
+    def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        with compat.disable_dispatch_modes():  # the interpreter calls PyTorch
+            self.kernel[grid](*args, **self.constants)
+
+    def place(self, tensor: Tensor, offset: int = 0) -> Tensor:
+        assert offset == 0
+        return tensor
 
 
 def launch(signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -45,21 +98,55 @@ def launch(signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, 
     integers that the kernel specialises whether they are 1 or multiples of 16. Which arguments are None is seen here.
     """
     key = (id(kernel), signature, *[value is None for value in args])  # a kernel's own hash takes longer
-    found = _compiled.get(key)
-    mode = _mode.get()
+    found: Launchable | None = _compiled.get(key)
+    mode, listener = _mode.get(), _listener.get()
     if mode == "rehearse":
         if found is None:
             kernel.warmup(*args, grid=grid, **constants)
         return
-    if found is not None:
-        compiled, positional = found
-        compiled[grid + (1,) * (3 - len(grid))](*args, *positional)
-        return
-    if mode == "ask" and isinstance(kernel, JITFunction):  # and no function of the interpreter
-        raise _NotCompiled
-    compiled = kernel[grid](*args, **constants)
-    if compiled is not None:  # None from the interpreter
-        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    if found is None:
+        if isinstance(kernel, JITFunction):
+            if listener is not None:
+                listener.compiled()
+            if mode == "ask":
+                raise _NotCompiled
+            compiled = kernel[grid](*args, **constants)
+            last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+            _compiled[key] = _Compiled(compiled, compiled.run, compiled.function, compiled.packed_metadata, last)
+            return
+        found = _Interpreted(kernel, constants)
+    found.launch(grid, [found.place(value) if isinstance(value, Tensor) else value for value in args])
+    if listener is not None:
+        listener.launched(found, grid, args)
+
+
+class Listener(Protocol):
+    def launched(self, kernel: Launchable, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        """``kernel.launch(grid, args)`` was called."""
+
+    def compiled(self) -> None:
+        """A kernel is new."""
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell ``listener`` of what ``launch`` does meanwhile."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def is_nested() -> bool:
+    """Whether somebody listens, or an op is compiled together."""
+    return _listener.get() is not None or _mode.get() != ""
+
+
+def _hooks() -> bool:
+    """Whether somebody, a profiler say, has asked Triton to be told of launches."""
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 def compiled_together(op: Callable[..., R]) -> Callable[..., R]:

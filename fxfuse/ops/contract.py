@@ -92,6 +92,10 @@ class Operands:
     scale: float
     transform: str
 
+    @property
+    def leaves(self) -> tuple[Tensor | float | str | None, ...]:
+        return self.input, self.weight, self.bias, self.index, self.class_weight, self.scale, self.transform
+
 
 class Upstream(NamedTuple):
     """The gradient that each statistic receives (or the coefficients of a loss that is linear in them).

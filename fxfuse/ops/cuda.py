@@ -15,7 +15,6 @@ there is no GPU. See ``contract`` for what is computed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 from typing import Any
@@ -264,7 +263,7 @@ class _Head(Operands):
         return tiles.has_descriptors(self.input) and _hopper().takes(self.input, self.weight)
 
     def call(self) -> Any:
-        return _hopper().Call(*(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return _hopper().Call(*self.leaves)
 
     def stats(
         self, want_class_sum: bool, wanted: Tensor | None, want_entropy: bool = False, want_top: bool = False

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..kernels import tiles
 from ..kernels.hopper.launch import Bad, Call, Classes, Listed, Rows, Stats, Sum, fits, takes
 from ..kernels.launcher import compiled_together
+from ..kernels.tape import replayed
 from ..transform import decode, steepest
 from .contract import Upstream, normalisation, stash_dtype
 
@@ -270,10 +271,11 @@ def suits_products(call: Call, out: Tensor) -> bool:
     return on_vectors and faster and out.dtype == call.input.dtype
 
 
+@replayed
 @compiled_together
 def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
     """Write ``input @ weight.T`` to ``out``; return ``lse`` and ``residual [N]`` of logits that are made of that."""
-    stats = call.no_stats(False, together=True)
+    stats = call.unset_stats(False)
     call.stats(call.every_row(), stats, stored=out)
     return stats.lse, stats.residual
 
@@ -281,6 +283,7 @@ def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
 # --- the ops --------------------------------------------------------------------------------------------------
 
 
+@replayed
 @compiled_together
 def linear_stats(call: Call, want_class_sum: bool, want_entropy: bool, want_top: bool, skip_unindexed: bool) -> Stats:
     listed = call.listed_by_flags((call.index >= 0).any(1).view(torch.int8)) if skip_unindexed else call.every_row()
@@ -289,6 +292,7 @@ def linear_stats(call: Call, want_class_sum: bool, want_entropy: bool, want_top:
     return out
 
 
+@replayed
 @compiled_together
 def linear_stats_backward(
     call: Call,
@@ -309,6 +313,7 @@ def linear_stats_backward(
     return grads.results(factors[1])
 
 
+@replayed
 @compiled_together
 def linear_loss(
     call: Call, c: Upstream, needs: tuple[bool, bool, bool]
@@ -316,7 +321,7 @@ def linear_loss(
     """``c`` are the coefficients of lse, log_prob and class_sum."""
     listed, up = call.listed_by_coefficients(c)
     want_class_sum = c.class_sum is not None
-    stats = call.no_stats(want_class_sum, together=True)
+    stats = call.unset_stats(want_class_sum)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
     undo = None
     if any(needs) and suits_exponentials(call.input.dtype, call.index.shape[1], want_class_sum, call.transform):
@@ -330,17 +335,19 @@ def linear_loss(
     return call.loss(stats, c), grads.results(undo)
 
 
+@replayed
 @compiled_together
 def loss_and_exponentials(call: Call, c: Upstream) -> tuple[Tensor, Kept]:
     """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
     listed, up = call.listed_by_coefficients(c)
-    stats = call.no_stats(c.class_sum is not None, together=True)
+    stats = call.unset_stats(c.class_sum is not None)
     made = _Exponentials.begin(call, call.cut(listed, call.rows), stats, up)
     made.class_sums(up, need_weight=False)
     made.make(0, call.empty(call.sums_size(made.rows.most)))
     return call.loss(stats, c), made.kept
 
 
+@replayed
 @compiled_together
 def kept_gradients(
     call: Call,

@@ -22,7 +22,7 @@ def list_kernel(
     index,  # [rows, K] int64
     g_lse,  # [rows] float32, out; None to take ``lse`` and ``picked`` as they are
     g_picked,  # [rows, K] float32, out, or None
-    order,  # [rows] int32, out
+    order,  # [rows] int32, out: zeros past the end
     length,  # [1] int32, out
     rows,
     indexed,
@@ -58,6 +58,10 @@ def list_kernel(
         tl.store(order + found + tl.cumsum(flag, 0) - flag, row, mask=flag != 0)
         found += tl.sum(flag, 0)
     tl.store(length, found)
+    # The list may be an op's result, which should be the same every time.
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        tl.store(order + row, 0, mask=(row >= found) & (row < rows))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
 from ....ops.contract import Upstream
@@ -99,7 +97,7 @@ class GradientsOfLogits(Statistics):
         # Where there are no bad rows, these launches find that out.
         again = Rows(bad.order, bad.length[chunk], rows.most, 1)
         # Class sums are linear, and have been made.
-        self.stats_of(again, 0, bad.gathered, dataclasses.replace(out, class_sum=self.empty(0)))
+        self.stats_of(again, 0, bad.gathered, out._replace(class_sum=self.empty(0)))
         tile = tiles.described("dlogits", self.input, turns=False)
         launcher.launch(
             self.signature,

@@ -22,9 +22,7 @@ class Lists(Described):
         return self._list(c, up), up
 
     def _list(self, given: Upstream, made: Upstream | None) -> Listed:
-        # Zeros past the end of the list: it may be an op's result, which should be the same every time.
-        order = torch.zeros(self.rows, dtype=torch.int32, device=self.input.device)
-        listed = Listed(order, self.empty(1, dtype=torch.int32))
+        listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
         made = Upstream(None, None, None) if made is None else made  # type: ignore[arg-type]
         launcher.launch(
             self.signature,

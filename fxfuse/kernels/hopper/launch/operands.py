@@ -6,9 +6,7 @@ bytes: ``bias [V]`` or None, ``index [N, K]`` int64, ``class_weight [V]`` float3
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +34,7 @@ class Rows(NamedTuple):
     chunks: int
 
 
-@dataclasses.dataclass
-class Stats:
+class Stats(NamedTuple):
     """The statistics of the contract, which kernels fill in row by row; of no rows those that are not asked for."""
 
     lse: Tensor
@@ -133,24 +130,29 @@ class Described(Operands):
         each = tiles.window(self.vocab, most, columns, tile.rows, self.programs * tile.slots)
         return [slice(at, min(at + each, self.vocab)) for at in range(0, self.vocab, each)]
 
-    def no_stats(
-        self, want_class_sum: bool, want_entropy: bool = False, want_top: bool = False, together: bool = False
-    ) -> Stats:
-        """Zeros, which is what rows that are not listed have; ``together`` in one allocation."""
-        of_rows, of_index = (self.rows,), self.index.shape
-        optional = ((self.rows if wanted else 0,) for wanted in (want_class_sum, want_entropy, want_top))
-        argmax = torch.zeros(self.rows if want_top else 0, dtype=torch.int64, device=self.input.device)
-        shapes = [of_rows, of_rows, of_index, of_index, *optional]
-        if not together:
-            zeros = (torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes)
-            return Stats(*[*zeros, argmax])
-        sizes = [tiles.cdiv(math.prod(shape), 64) * 64 for shape in shapes]
-        all_of_it = torch.zeros(sum(sizes), dtype=torch.float32, device=self.input.device)
-        parts, start = [], 0
-        for shape, size in zip(shapes, sizes, strict=True):
-            parts.append(all_of_it.as_strided(shape, (1,) if len(shape) == 1 else (shape[1], 1), start))
-            start += size
-        return Stats(*[*parts, argmax])
+    def no_stats(self, want_class_sum: bool, want_entropy: bool = False, want_top: bool = False) -> Stats:
+        """Zeros, which is what rows that are not listed have."""
+        optional = [(self.rows if wanted else 0,) for wanted in (want_class_sum, want_entropy, want_top)]
+        shapes = (self.rows,), (self.rows,), self.index.shape, self.index.shape, *optional
+        zeros = [torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes]
+        argmax = torch.zeros(optional[-1], dtype=torch.int64, device=self.input.device)
+        return Stats(*[*zeros, argmax])
+
+    def unset_stats(self, want_class_sum: bool) -> Stats:
+        """The same for what never leaves an op, in one allocation: rows that are not listed have anything."""
+        rows, indexed = self.index.shape
+        each = tiles.cdiv(rows, 64) * 64
+        memory = self.empty(each * (2 + 2 * indexed + want_class_sum))
+        nothing = memory[:0]
+
+        def of_rows(at: int) -> Tensor:
+            return memory.as_strided((rows,), (1,), at * each)
+
+        def of_index(at: int) -> Tensor:
+            return memory.as_strided((rows, indexed), (indexed, 1), at * each)
+
+        class_sum = of_rows(2 + 2 * indexed) if want_class_sum else nothing
+        return Stats(of_rows(0), of_rows(1), of_index(2), of_index(2 + indexed), class_sum, nothing, nothing, nothing)
 
     def no_bad(self, rows: Rows, gathered: Tensor) -> Bad:
         return Bad(

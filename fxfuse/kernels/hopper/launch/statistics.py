@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ class Statistics(Lists):
         # rows, instead of every tile, which takes about 180 / hidden of the product.
         if out.class_sum.numel() and not self.transform and self.rows >= self.hidden:
             row_sum, bias_sum = self.weighted_sum(self.weight, self.class_weight), self.bias_sum()
-            in_tiles = dataclasses.replace(out, class_sum=self.empty(0))
+            in_tiles = out._replace(class_sum=self.empty(0))
         for chunk in range(rows.chunks):
             self.gather(rows, chunk, gathered, row_sum=row_sum, bias_sum=bias_sum, class_sum=out.class_sum)
             self.stats_of(rows, chunk, gathered, in_tiles, stored)

@@ -1,0 +1,225 @@
+"""``fxfuse.kernels.tape``: what is played does to other tensors what the op would do. With kernels: test_kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fxfuse.kernels import launcher, tape
+
+
+@pytest.fixture(autouse=True)
+def no_tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tape, "_tapes", {})
+    yield
+
+
+class Pair(NamedTuple):
+    sum: Tensor
+    least: Tensor | None
+
+
+class Steps:
+    """An op that is taped, and how often it ran in steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.op = tape.replayed(self.run)
+
+    def run(self, x: Tensor, pair: tuple[Tensor, Tensor | None], number: float) -> tuple[Tensor, Pair, None]:
+        self.count += 1
+        a, b = pair
+        out = torch.empty_like(x)
+        out.copy_(x * number)
+        rows = torch.zeros(x.shape[0], dtype=x.dtype)
+        rows[1:] += a.view(-1)[: x.shape[0] - 1]
+        largest, _ = x.t().max(0)
+        values = out.unbind(1)[0]
+        return values + rows, Pair(rows * largest, None if b is None else torch.minimum(a, b)), None
+
+    def check(self, *args: Any, count: int) -> None:
+        got = self.op(*args)
+        assert self.count == count
+        want = self.run(*args)
+        self.count -= 1
+        assert type(got[1]) is Pair and got[2] is None
+        for actual, expected in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
+            assert (actual is None) == (expected is None)
+            if actual is not None:
+                assert torch.equal(actual, expected)
+
+
+def operands(rows: int = 4) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    return torch.randn(rows, 3), (torch.randn(rows, 2), torch.randn(rows, 2))
+
+
+def test_the_third_call_is_played_with_its_own_tensors() -> None:
+    steps = Steps()
+    for count in (1, 2, 2, 2):
+        steps.check(*operands(), 2.5, count=count)
+
+
+@pytest.mark.parametrize("change", ["rows", "strides", "dtype", "alignment", "number", "none", "the same tensor twice"])
+def test_what_looks_different_is_done_in_steps(change: str) -> None:
+    steps = Steps()
+    for count in (1, 2, 2):
+        steps.check(*operands(), 2.5, count=count)
+    x, (a, b) = operands()
+    number = 2.5
+    if change == "rows":
+        x, (a, b) = operands(5)
+    elif change == "strides":
+        x = torch.randn(3, 4).t()
+    elif change == "dtype":
+        x = x.double()
+    elif change == "alignment":
+        x = torch.randn(13)[1:].view(4, 3)
+    elif change == "number":
+        number = 0.5
+    elif change == "none":
+        b = None
+    else:  # of which it makes no difference to a tape
+        steps.check(x, (a, a), number, count=2)
+        return
+    steps.check(x, (a, b), number, count=3)
+
+
+def test_a_tensor_that_is_given_twice_is_on_no_tape() -> None:
+    steps = Steps()
+    for count in range(1, 5):
+        x, (a, _) = operands()
+        steps.check(x, (a, a), 2.5, count=count)
+    steps.check(*operands(), 2.5, count=5)
+
+
+ELSEWHERE = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "untaped",
+    [
+        lambda x: x * float(x.sum()),
+        lambda x: x[x > 0],
+        lambda x: x + ELSEWHERE,
+        lambda x: torch.cat([x, x]),
+        lambda x: (x, 3 if bool((x > 0).any()) else 4),
+    ],
+    ids=["number", "size", "foreign", "list", "condition"],
+)
+def test_what_a_tape_cannot_hold(untaped: Any) -> None:
+    op = tape.replayed(lambda x: untaped(x))
+    for _ in range(6):
+        x = torch.randn(4)
+        got, want = op(x), untaped(x)
+        assert len(got) == len(want)
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, want, strict=True))
+    assert list(tape._tapes.values()) == [6]  # calls that were counted, and no tape
+
+
+def test_more_rows_than_are_worth_it() -> None:
+    steps = Steps()
+    for count in range(1, 5):
+        steps.check(*operands(tape.MOST_ROWS + 1), 2.5, count=count)
+    assert not tape._tapes
+
+
+def test_so_many_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "MOST_TAPES", 3)
+    steps = Steps()
+    for rows in range(2, 12):
+        for _ in range(3):
+            steps.op(*operands(rows), 1.0)
+    assert len(tape._tapes) <= 3
+
+
+class Doubled:
+    """A kernel that writes twice the float32 numbers of one tensor to another."""
+
+    by_address = False
+
+    def place(self, tensor: Tensor, offset: int = 0) -> Any:
+        assert offset == 0
+        return tensor
+
+    def numbers(self, place: Any, count: int) -> Any:
+        return place[:count]
+
+    def launch(self, grid: tuple[int, ...], args: Any) -> None:
+        source, target, count = args
+        with launcher.compat.disable_dispatch_modes():
+            self.numbers(target, count)[:] = 2 * self.numbers(source, count)
+
+    def __call__(self, *args: Any) -> None:
+        self.launch((1,), [self.place(arg) if isinstance(arg, Tensor) else arg for arg in args])
+        if (listener := launcher._listener.get()) is not None:
+            listener.launched(self, (1,), args)
+
+
+class DoubledByAddress(Doubled):
+    by_address = True
+
+    def place(self, tensor: Tensor, offset: int = 0) -> int:
+        return tensor.data_ptr() + offset
+
+    def numbers(self, place: int, count: int) -> Any:
+        return torch.frombuffer((ctypes.c_float * count).from_address(place), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("double", [Doubled(), DoubledByAddress()], ids=["by tensor", "by address"])
+def test_launches_are_done_again_on_views_and_scratch(double: Doubled) -> None:
+    def op(x: Tensor) -> tuple[Tensor, Tensor]:
+        scratch, large = torch.empty(9), torch.empty(tape.MOST_POOLED // 4 + 1)
+        a, b = scratch.as_strided((4,), (1,), 1), scratch[5:]
+        double(x[1:], a, 4)
+        double(a, b, 4)
+        double(b, large[100:], 4)
+        out, called = torch.zeros(8), torch.empty_like(x)
+        double(large[100:], out[2:], 3)
+        double(x, called.view(-1), 5)
+        return out, called + 1
+
+    played = tape.replayed(op)
+    for _ in range(5):
+        x = torch.randn(5)
+        for actual, expected in zip(played(x), op(x), strict=True):
+            assert torch.equal(actual, expected)
+    (made,) = tape._tapes.values()
+    assert isinstance(made, tape.Tape)
+    calls = [step.func for step in made.steps if isinstance(step, tape._Called)]
+    aten = torch.ops.aten
+    if double.by_address:  # one for the scratch; no views, but of what is called or is a result
+        assert calls.count(aten.empty.memory_format) == 2
+        assert aten.as_strided.default not in calls
+    else:
+        assert aten.as_strided.default in calls
+
+
+def test_a_call_that_compiles_is_on_no_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    def op(x: Tensor) -> Tensor:
+        if (listener := launcher._listener.get()) is not None:
+            listener.compiled()
+        return x + 1
+
+    played = tape.replayed(op)
+    for _ in range(5):
+        x = torch.randn(3)
+        assert torch.equal(played(x), x + 1)
+    assert not any(isinstance(made, tape.Tape) for made in tape._tapes.values())
+
+
+def test_nothing_is_played_within_another_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is played tells no listener of its launches."""
+    inner = tape.replayed(lambda x: x * 2)
+    for _ in range(3):
+        inner(torch.randn(3))
+    outer = tape.replayed(lambda x: inner(x) + 1)
+    for _ in range(4):
+        x = torch.randn(3)
+        assert torch.equal(outer(x), x * 2 + 1)
