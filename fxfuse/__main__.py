@@ -76,8 +76,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     given = parse(parser, argv)
     if given.report_json is not None:
         given.report_json = given.report_json.absolute()  # the program may change the directory
-        if not given.report_json.parent.is_dir():
-            parser.error(f"there is no directory for {given.report_json}")
+        try:  # better known before a run that may take hours
+            given.report_json.open("a").close()
+        except OSError as error:
+            parser.error(f"cannot write {error.filename}: {error.strerror}")
     return given
 
 
@@ -98,13 +100,16 @@ def _at_exit(given: argparse.Namespace, program: Program, process: int, ended: S
     if os.getpid() != process or os.environ.get("RANK", "0") != "0":  # a forked child, or one of many alike
         return
     report = journal.report()
-    if given.report_json is not None:
-        given.report_json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
     well = [error for error in ended if error is None or (isinstance(error, SystemExit) and not error.code)]
     if well and not report.graphs:
         print(f"fxfuse: {program.name} {HOW_TO_COMPILE}", file=sys.stderr)
     elif given.report:
         print(for_stream(report, sys.stderr), file=sys.stderr)
+    if given.report_json is not None:
+        try:
+            given.report_json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+        except OSError as error:  # the program may have taken the directory away
+            print(f"fxfuse: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
 
 
 def _without_own_frames(hook: Callable[..., Any]) -> Callable[..., Any]:

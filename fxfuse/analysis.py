@@ -223,8 +223,10 @@ class Analysis:
     def _call(self, node: Node, out: Any) -> Call:
         entries = functools.partial(self._contents.of, place=node)
         grad = any(one.requires_grad for one in tensors(out))
+        device = next((one.device.type for one in tensors(out)), "cpu")
+        autocast = self.timeline.region[node].has_autocast(device)
         name, where = function_name(node), location(node)
-        return Call(name, out, example_of, where, self._reader_of, entries, _unexpanded, grad)
+        return Call(name, out, example_of, where, self._reader_of, entries, _unexpanded, grad, autocast)
 
     def _note(self, node: Node, outcome: Any, values: Sequence[_Value]) -> None:
         """Remember that ``node``, which is made of ``values``, is ``outcome``."""

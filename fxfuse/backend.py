@@ -90,7 +90,8 @@ def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[...
                 own = {PREFIX + field for field in Options.__dataclass_fields__}
                 raise errors.unknown_option(key, known | own)
     elif name not in compat.backends():
-        raise errors.bad_option(f"{PREFIX}inner", name, f"one of {', '.join(compat.backends())}")
+        others = ", ".join(known for known in compat.backends() if known != "fxfuse")
+        raise errors.bad_option(f"{PREFIX}inner", name, f"one of {others}")
     return compat.inner_backend(name, mode, options)
 
 

@@ -24,7 +24,7 @@ from . import compat, errors
 from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
 from .lazy import Described, Origin, State, parts_of
-from .reading import heads_for, read, wants_gradients
+from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
 from .report.source import caller
@@ -84,7 +84,7 @@ class DeferredLogits(Tensor):
         if not _KNOWN.issuperset(types):
             return _beside_another_subclass(func, args, kwargs)
         if func in _DATA:
-            args = (_DATA[func](args[0]), *args[1:])
+            args = tuple(_DATA[func](arg) if isinstance(arg, DeferredLogits) else arg for arg in args)
             if func is Tensor.__deepcopy__:
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
@@ -92,7 +92,7 @@ class DeferredLogits(Tensor):
             raise errors.deferred_cannot(_REFUSED[func], _head_of(args))
         elif func is Tensor.__iter__ and args[0].dim():
             return iter(args[0].unbind(0))
-        elif func is Tensor.__getitem__ and isinstance(args[0], DeferredLogits) and _has_mask(args[1]):
+        elif func is Tensor.__getitem__ and isinstance(args[0], DeferredLogits) and _has_fitting_mask(*args):
             return args[0][_without_masks(args[1])]
         elif func is Tensor.register_hook and compat.is_signal(args[1]):
             for origin in args[0]._deferred.origins:
@@ -270,6 +270,7 @@ _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
         for name in (
             *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
             *("__dlpack_device__", "share_memory_", "is_shared", "pin_memory", "__reduce_ex__", "__deepcopy__"),
+            *("apply_", "map_"),
         )
     },
     **{getattr(Tensor, name).__get__: _plain for name in ("data", "__cuda_array_interface__")},
@@ -341,8 +342,25 @@ def _is_mask(entry: Any) -> bool:
     return type(entry) is Tensor and entry.dtype == torch.bool and entry.dim() > 0
 
 
-def _has_mask(index: Any) -> bool:
-    return any(map(_is_mask, index if isinstance(index, tuple) else (index,)))
+def _has_fitting_mask(logits: Tensor, index: Any) -> bool:
+    """Whether there is a mask in an index, and each has the shape of the axes that it is for: eager raises if not."""
+    entries = index if isinstance(index, tuple) else (index,)
+    widths = [_axes_of(entry) for entry in entries]
+    axis, found = 0, False
+    for entry, width in zip(entries, widths, strict=True):
+        if _is_mask(entry):
+            found = True
+            if logits.shape[axis : axis + width] != entry.shape:
+                return False
+        axis += logits.dim() - sum(widths) if entry is ... else width
+    return found
+
+
+def _axes_of(entry: Any) -> int:
+    """How many axes an entry of an index is for; 0 for an ellipsis, which is for the rest."""
+    if _is_mask(entry):
+        return int(entry.dim())
+    return 0 if entry is None or entry is ... or isinstance(entry, bool) else 1
 
 
 def _without_masks(index: Any) -> tuple[Any, ...]:
@@ -388,6 +406,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
             reader_of=deferred[0]._deferred.origin.reader_of,
             entries_of=_entries,
             grad=torch.is_grad_enabled(),
+            autocast=torch.is_autocast_enabled(deferred[0].device.type),
         )
         with torch._C.DisableTorchFunctionSubclass():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
@@ -412,7 +431,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                     describe(made, tuple(parts) if is_stack else parts[0])
                     made._deferred.calls = calls
                 return out
-        if any(map(_is_there, deferred)) and any(r.entries for r in readers) and not wants_gradients(call, readers):
+        if any(map(_is_there, deferred)) and any(r.entries for r in readers):
             call.keep("unknown_reader")  # of the same rounding as what was read before
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
@@ -485,7 +504,7 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
 
     They must be all that has their memory, so that nothing else changes with them.
     """
-    logits = args[0]
+    logits = args[0] if args else None
     if not isinstance(logits, DeferredLogits) or not _is_described(logits):
         return False
     state = logits._deferred

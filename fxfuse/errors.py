@@ -31,6 +31,10 @@ class FxfuseWarning(UserWarning):
     """fxfuse could not do its work and left the program as it was."""
 
 
+def _projection(where: str) -> str:
+    return f"the projection at {where}" if where else "the projection"
+
+
 def _here(message: str) -> str:
     # Dynamo, which cannot look at frames, names the statement itself.
     where = "" if torch.compiler.is_dynamo_compiling() else caller()
@@ -163,10 +167,10 @@ def stale_logits(operand: str, how: str, head: str) -> StaleLogitsError:
     names = {"input": "the hidden states", "weight": "the weight", "bias": "the bias"}
     return StaleLogitsError(
         _here(
-            f"The logits of the projection at {head} were not computed, because nothing had read them; now that "
-            f"something does, {names[operand]} of the projection cannot be used any more: {how}. Read them before that "
-            f"(`logits.amax()` does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer would have been "
-            "fine.)"
+            f"The logits of {_projection(head)} were not computed, because nothing had needed their values; now that "
+            f"something does, {names[operand]} of the projection cannot be used any more: {how}. Have them computed "
+            f"before that (`logits.data_ptr()` does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer "
+            "would have been fine.)"
         )
     )
 
@@ -175,7 +179,7 @@ def gradient_went_past(function: str, head: str) -> FxfuseError:
     """A gradient is asked for of logits which a fused loss has gone past already."""
     return FxfuseError(
         _here(
-            f"{function} wants the gradient of the logits of the projection at {head}, but a fused loss was computed "
+            f"{function} wants the gradient of the logits of {_projection(head)}, but a fused loss was computed "
             "from them whose gradient goes to the hidden states and the weight directly. Call `register_hook` or "
             f"`retain_grad` on the logits before the loss is computed, or {_WITHOUT_DEFERRAL}."
         )
@@ -186,7 +190,7 @@ def deferred_cannot(what: str, head: str) -> FxfuseError:
     """The shape or the memory of deferred logits is changed in place."""
     return FxfuseError(
         _here(
-            f"{what} would change the shape or the memory of the logits of the projection at {head}, which are not "
+            f"{what} would change the shape or the memory of the logits of {_projection(head)}, which are not "
             f"computed yet. Use the function that returns a new tensor, or {_WITHOUT_DEFERRAL}."
         )
     )

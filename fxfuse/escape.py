@@ -228,6 +228,8 @@ def restored(
         memory: the option ``fxfuse.memory``.
     """
 
+    are_known = [all(isinstance(size, int) for size in escape.value.shape) for escape, _ in escapes]
+
     def call(*args: Any) -> list[Any]:
         results = list(run(*args))
 
@@ -237,12 +239,14 @@ def restored(
             return args[place.position] if isinstance(place, _Argument) else results[place.position]
 
         made = []
-        for escape, site in escapes:
+        for (escape, site), known in zip(escapes, are_known, strict=True):
             value = escape.value
             input = at(escape.input)
             assert input is not None
             head = replace(value.head, input=input, weight=at(escape.weight), bias=at(escape.bias))
-            value = replace(value, shape=(*input.shape[:-1], head.vocab))
+            shape = *input.shape[:-1], head.vocab
+            if not (known and shape == value.shape):
+                value = replace(value, shape=shape)
             if compat.is_fake(input):
                 made.append(dense(replace(value, head=head)))
             else:

@@ -112,7 +112,7 @@ def linear_log_probs(
     )
     single = index.dim() == input.dim() - 1
     columns = index.unsqueeze(-1) if single else index
-    fits = columns.shape[:-1] == input.shape[:-1]
+    fits = input.dim() > 0 and columns.shape[:-1] == input.shape[:-1]
     rows = _rows(input) if fits else input
     flat = columns.reshape(*rows.shape[:-1], columns.shape[-1]) if fits else columns
 

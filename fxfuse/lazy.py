@@ -28,6 +28,8 @@ from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
 
+MOST_GIVEN = 64
+
 
 @dataclass(frozen=True)
 class Given:
@@ -38,12 +40,14 @@ class Given:
         index: their classes ``[N, K]``; negative for none.
         values: ``[N, K]``, in the dtype of the source.
         bound: 1 where no other entry of the row may be larger, -1 where none may be smaller, else 0.
+        chosen: how they were chosen; None for those of an index.
     """
 
     source: ClassTensor
     index: Tensor
     values: Tensor
     bound: int
+    chosen: Any = None
 
     @classmethod
     def by(cls, reader: Reader, stats: Statistics, index: Tensor | None) -> Given:
@@ -52,17 +56,21 @@ class Given:
         values = reader.entries(EMIT, stats).detach().to(reader.source.dtype)
         index = stats.argmax if reader.want_top else index
         assert index is not None
-        bound = 1 if reader.want_top else 0
+        bound, chosen = int(reader.want_top), reader.chosen or reader.want_top or None
         if reader.chosen is not None:
             _, largest, _ = reader.chosen
             bound = 1 if largest else -1
         shape = values.shape[0], max(1, values.numel() // max(1, values.shape[0]))  # of no rows, too
-        return cls(reader.source, index.reshape(shape), values.reshape(shape), bound)
+        return cls(reader.source, index.reshape(shape), values.reshape(shape), bound, chosen)
 
     def is_of(self, described: ClassTensor) -> bool:
         mine = self.source
         alike = type(mine) is type(described) and mine.dtype == described.dtype and mine.factor == described.factor
         return alike and mine.has_logits_of(described)
+
+    def is_again(self, other: Given) -> bool:
+        """Whether they are the same entries as ``other``, which gives the same values."""
+        return self.chosen is not None and self.chosen == other.chosen and self.is_of(other.source)
 
     def put_into(self, values: Tensor) -> Tensor:
         """``values`` of the source with them in their places, changed in place if they can be."""
@@ -147,6 +155,11 @@ class Origin:
     normalisers: Any = field(default_factory=WeakTensorKeyDictionary)
     given: list[Given] = field(default_factory=list)
 
+    def note(self, given: Iterable[Given]) -> None:
+        """Remember entries, of so many reads, that a long life does not fill the memory."""
+        for new in given:
+            self.given = [*(old for old in self.given if not old.is_again(new)), new][-MOST_GIVEN:]
+
     def remember(self, readers: Sequence[Reader], results: Sequence[Tensor]) -> None:
         """Note what readers returned that normalises rows."""
         for reader, result in zip(readers, results, strict=True):
@@ -158,7 +171,8 @@ class Origin:
         known = self.normalisers.get(tensor) if isinstance(tensor, Tensor) else None
         if known is None or not known.is_still(tensor) or tensor.dim() != len(known.reader.source.shape):
             return None
-        known.used = tensor
+        if tensor.requires_grad:  # else nothing can wait for its gradient
+            known.used = tensor
         return known.reader
 
     def waits_for_gradients(self) -> bool:
@@ -189,6 +203,10 @@ class Memory:
         return sum(view() is not None for view in self.views)
 
 
+def _with(known: list[weakref.ref[State]], another: weakref.ref[State]) -> list[weakref.ref[State]]:
+    return [*(state for state in known if state() is not None), another]
+
+
 @dataclass(eq=False)
 class State:
     """What a ``DeferredLogits`` knows besides what every tensor does.
@@ -216,11 +234,11 @@ class State:
     memory: Memory = field(init=False)
 
     def __post_init__(self) -> None:
-        parent = next(self._parents(), None) if self.is_view else None
-        self.memory = Memory(weakref.ref(self)) if parent is None else parent.memory
-        self.memory.views.append(weakref.ref(self))
-        for part in () if self.is_view else self._parents():
-            part.memory.made_of_it.append(weakref.ref(self))
+        me, parents = weakref.ref(self), () if self.thunk is None else tuple(self._parents())
+        self.memory = parents[0].memory if self.is_view and parents else Memory(me)
+        self.memory.views = _with(self.memory.views, me)
+        for part in () if self.is_view else parents:
+            part.memory.made_of_it = _with(part.memory.made_of_it, me)
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -252,8 +270,9 @@ class State:
                 assert owner is not None
                 owner.read()
                 # Copies that wait can no longer be made of these values, which may be written to.
-                if self.origin.operands.are_stale():
-                    for state in filter(None, (waiting() for waiting in self.memory.made_of_it)):
+                stale = self.origin.operands.are_stale()
+                for state in filter(None, (waiting() for waiting in self.memory.made_of_it)):
+                    if stale or state.described is None:
                         state.read()
                 self.memory.one = True
                 self.origin.operands.are_wanted()

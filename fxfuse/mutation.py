@@ -114,18 +114,35 @@ def _asks_for_inplace(node: Node) -> bool:
 
 
 class Region(NamedTuple):
-    """A stretch of nodes that run in the same modes, inside so many levels of ``torch.func`` transforms."""
+    """A stretch of nodes that run in the same modes.
+
+    Attributes:
+        levels: how many ``torch.func`` transforms are around them.
+        autocast: the ``torch.autocast`` contexts that were entered since the graph began, from the outermost on: their
+            kinds of device, and whether they enable it.
+    """
 
     number: int = 0
     levels: int = 0
+    autocast: tuple[tuple[str, bool], ...] = ()
+
+    def has_autocast(self, device: str) -> bool:
+        """Whether autocast is enabled for a kind of device; what is around the graph is what is around the caller."""
+        around = torch.is_autocast_enabled(device)
+        return next((enabled for kind, enabled in reversed(self.autocast) if kind == device), around)
 
 
 def _region_after(node: Node, region: Region) -> Region:
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     inner = name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
-    if inner or name == "_set_grad_enabled" or "_enter_" in name or "_exit_" in name:
-        return Region(region.number + 1, region.levels + inner)
-    return region
+    if not (inner or name == "_set_grad_enabled" or "_enter_" in name or "_exit_" in name):
+        return region
+    autocast = region.autocast
+    if name == "_enter_autocast":
+        autocast = (*autocast, (str(node.args[0]), bool(node.args[2])))
+    elif name == "_exit_autocast":
+        autocast = autocast[:-1]
+    return Region(region.number + 1, region.levels + inner, autocast)
 
 
 class Timeline:

@@ -41,8 +41,8 @@ class _Seal:
     def __init__(self, tensor: Tensor, copy: Tensor | None = None) -> None:
         self.version = None if tensor.is_inference() else tensor._version
         self.address = tensor.data_ptr()
-        self.sample_of = _sample if copy is None else _bits
-        self.sample = _sample(tensor).clone() if copy is None else _bits(copy)
+        self.sample_of = _sample if copy is None else Tensor.detach
+        self.sample = _sample(tensor).clone() if copy is None else copy
 
     def broken(self, tensor: Tensor) -> str:
         """How ``tensor`` was changed; empty if it was not, as far as can be seen."""
@@ -54,19 +54,20 @@ class _Seal:
             return "it was changed in place"
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return ""  # nothing may wait for the device
-        return "" if torch.equal(self.sample_of(tensor), self.sample) else "it was changed behind autograd's back"
+        same = torch.equal(_bits(self.sample_of(tensor)), _bits(self.sample))
+        return "" if same else "it was changed behind autograd's back"
 
 
 def _sample(tensor: Tensor) -> Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() == 0:
-        return torch.empty(0)
+        return tensor.detach()
     step = max(tensor.shape[-1] - 1 if tensor.dim() > 1 else 1, -(-extent // _MOST_SAMPLES), 1)
-    return _bits(tensor).as_strided((-(-extent // step),), (step,))
+    return tensor.detach().as_strided((-(-extent // step),), (step,))
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(_BITS[tensor.dtype.itemsize])
+    return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
 class Operands:

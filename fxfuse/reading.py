@@ -110,7 +110,7 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
         for result, out in zip(results, outs, strict=True)
     ]
-    origin.given += given
+    origin.note(given)
     for one, _ in found.values():
         one.bypassed |= grad
         for result in results:

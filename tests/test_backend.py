@@ -43,7 +43,7 @@ def _fresh() -> None:
     ("options", "message"),
     [
         ({"fxfuse.min_logit_bytes": 0}, "did you mean 'fxfuse.min_logits_bytes'"),
-        ({"fxfuse.inner": "inductr"}, "fxfuse.inner"),
+        ({"fxfuse.inner": "inductr"}, r"fxfuse.inner' must be one of (?!.*\bfxfuse,)"),
         ({"fxfuse.inner": "fxfuse"}, "fxfuse.inner"),
         ({"fxfuse.min_logits_bytes": -1}, "fxfuse.min_logits_bytes"),
         ({"fxfuse.min_logits_bytes": "0"}, "fxfuse.min_logits_bytes"),

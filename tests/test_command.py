@@ -368,6 +368,7 @@ def test_a_function_of_a_file_is_called_with_fake_tensors(tmp_path: Path) -> Non
             "train.py:model raised TypeError; what follows was compiled until then",
         ),
         ("example_inputs = (2 * y.float(),)", "train.py:scaled", 4, "train.py:scaled has no projection"),
+        ("def three(x): return 3\nexample_inputs = 1,", "train.py:three", 3, "train.py:three compiled nothing"),
         ("", "-m train.nothing", 5, "No module named train.nothing"),
         ("print(", "-m train", 6, "train is not a Python script"),
     ],

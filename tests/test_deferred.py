@@ -507,6 +507,120 @@ def test_assignments_to_classes_that_there_are_not() -> None:
             z[..., index] = 0.0
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda z, m: z[:, :-1][m],
+        lambda z, m: z.view(-1, VOCAB)[m.view(-1)[1:]],
+        lambda z, m: z[m[:1]],
+        lambda z, m: z[:, m[0, 1:]],
+        lambda z, m: z[0, m[0, 1:]],
+        lambda z, m: z[m, m[0]],
+        lambda z, m: z[..., m[0]],
+        lambda z, m: z[..., None, m[0]],
+        lambda z, m: z[m[:, :1]],
+        lambda z, m: z.log_softmax(-1)[m[:, 1:]],
+        lambda z, m: z.view(-1, VOCAB)[m],
+        lambda z, m: z[m.new_zeros(0)],
+    ],
+)
+def test_masks_that_do_not_fit(index: Any) -> None:
+    """Raise as in eager, which compares their shapes: a mask that was not shifted selects no other tokens."""
+    messages = []
+    for world in (World, DeferredWorld):
+        s = world.make()
+        with pytest.raises(IndexError) as raised:
+            index(s.zb, s.masked >= 0)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda z, m: z[m],
+        lambda z, m: z[:, m[0]],
+        lambda z, m: z[..., m[0], :],
+        lambda z, m: z[None, m],
+        lambda z, m: z[0, m[0]],
+        lambda z, m: z[1:][m[1:]],
+        lambda z, m: z[m, :5],
+        lambda z, m: z[True, m],
+    ],
+)
+def test_masks_that_fit(index: Any) -> None:
+    assert_as_eager(lambda z, s: index(z, s.masked >= 0).logsumexp(-1))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("k", [1, 5])
+def test_the_best_classes_after_a_look(k: int, grad: bool) -> None:
+    """What was computed for the look is what they are of: each row keeps its k best."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(64, 1000, bias=False), torch.randn(64, 64)
+    with torch.set_grad_enabled(grad):
+        z = compiled(model)(x) / 0.7
+        assert not z.isnan().any()
+        kept = z.masked_fill(z < z.topk(k, -1).values[..., -1:], float("-inf"))
+    assert bool((kept.isfinite().sum(-1) == k).all())
+
+
+@pytest.mark.parametrize("write", [lambda a: a.numpy(), lambda a: a[..., 3], lambda a: a.mul_(2)])
+@pytest.mark.parametrize("copy", [lambda z: z.repeat_interleave(2, 0), lambda z: z[:, :-1].reshape(-1, VOCAB)])
+def test_a_copy_that_is_seen_after_a_write(copy: Any, write: Any) -> None:
+    def program(z: Tensor, s: World) -> Tensor:
+        with torch.no_grad():
+            z = s.z.detach()
+            a = copy(z)
+            z.div_(0.7)
+            return torch.as_tensor(write(a)).clone(), z.sum()
+
+    assert_as_eager(program)
+
+
+def test_functions_in_place_by_keyword() -> None:
+    assert_as_eager(lambda z, s: torch.clamp_(input=z * 1.0, max=0.3).logsumexp(-1))
+    assert_as_eager(lambda z, s: torch.relu_(input=z * 1.0).sum(-1))
+
+
+def test_functions_of_python_on_each_entry() -> None:
+    with torch.no_grad():
+        eager, deferred = World.make().z, DeferredWorld.make().z
+        for z in (eager, deferred):
+            z.apply_(lambda v: v + 1.0)
+            z.map_(z.sin(), lambda a, b: a * b)
+        torch.testing.assert_close(deferred * 1.0, eager * 1.0)
+        other = torch.zeros(eager.shape, dtype=eager.dtype)
+        other.map_(deferred, lambda a, b: b)
+    torch.testing.assert_close(other, eager)
+
+
+def test_logits_that_live_long_hold_no_more() -> None:
+    """Those of a teacher, say, of which each step reads again."""
+    with torch.no_grad():
+        z = DeferredWorld.make().z
+        reads = z.max, z.amax, lambda dim: z.topk(3, dim), lambda dim: z - z.logsumexp(dim, keepdim=True), z.unsqueeze
+        index = torch.zeros(BATCH, TIME, 1, dtype=torch.int64)
+
+        def tensors() -> int:
+            gc.collect()
+            return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+        counts = []
+        for _ in range(6):
+            for read in reads:
+                read(-1)
+            z.gather(-1, index)
+            counts.append(tensors())
+        origin = z._deferred.origin
+        assert counts[-1] - counts[-2] <= 4  # of the last: an index, its entries, and what they are views of
+        for _ in range(100):
+            z.gather(-1, index)
+            z.unsqueeze(0)
+        assert len(origin.given) <= 64 and len(origin.normalisers) == 0
+        assert len(z._deferred.memory.views) < 5
+
+
 # --- hooks ----------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import compiled, problem
 from programs import World, ce
 from torch.autograd import forward_ad
@@ -286,7 +287,26 @@ def test_logits_that_are_read_too_late() -> None:
     line, text = parts(raised)
     assert "z.sum()" in line
     assert re.search(f"{PROJECTION} were not computed.*the weight .* changed behind autograd's back", text)
-    assert "`logits.amax()`" in text and DEFER_LOGITS in text
+    assert "`logits.data_ptr()`" in text and DEFER_LOGITS in text
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_logits_that_are_had_computed_in_time(grad: bool) -> None:
+    """As the error advises."""
+    s = World.make()
+    with torch.set_grad_enabled(grad):
+        z = deferred(s)
+        z.data_ptr()
+        s.w.data.zero_()
+        torch.testing.assert_close(z.sin(), World.make().z.sin())
+
+
+def test_the_logits_of_a_compiled_projection_have_no_place() -> None:
+    head = torch.nn.Linear(4, 33)
+    z = compiled(head)(torch.randn(6, 4))
+    F.cross_entropy(z, torch.zeros(6, dtype=torch.int64))
+    with pytest.raises(errors.FxfuseError, match=r"the logits of the projection, but"):
+        z.retain_grad()
 
 
 @triggers("gradient_went_past")

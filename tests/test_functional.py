@@ -169,6 +169,13 @@ def test_leading_dimensions(device: str, leading: tuple[int, ...], dtype: torch.
     check(linear_logsumexp, operands)
 
 
+def test_hidden_states_without_an_axis() -> None:
+    p = problem(3, 4, 5)
+    for f in (linear_log_probs, eager_log_probs):
+        with pytest.raises(RuntimeError, match="at least 1D"):
+            f(torch.tensor(1.0), p.weight, torch.tensor([1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_views_as_operands(device: str, dtype: torch.dtype) -> None:
     p = problem(24, 8, 30, dtype, device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import sys
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import LargestTensor, compiled, new_sites
-from programs import VOCAB, World, ce
+from programs import VOCAB, DeferredWorld, World, ce
 from torch._dynamo import register_backend
 from torch.fx import GraphModule
 
@@ -555,18 +557,64 @@ def test_an_index_out_of_range_raises_as_in_eager(bad: int) -> None:
         lambda z: z.index_fill(-1, torch.tensor([3]), -1e9),
         lambda z: z.index_fill(-1, torch.tensor([3], dtype=torch.int32), -9.0),
         lambda z: z.index_fill(-1, torch.arange(VOCAB) >= 14, -9.0),
+        lambda z: z.clamp(-1e9, 1e9),
+        lambda z: z.clamp_min(-1e9),
     ],
 )
 def test_a_fill_that_eager_refuses(fill: Any) -> None:
     """A number that float16 does not hold, and indices that are none."""
-    world = World.make(torch.float16)
 
     def program(s: World) -> Any:
         return fill(s.z).logsumexp(-1)
 
-    for f in (program, compiled(program)):
+    for f, world in ((program, World), (compiled(program), World), (program, DeferredWorld)):
         with pytest.raises((RuntimeError, IndexError), match=r"without overflow|Expected dtype int64"):
-            f(world)
+            f(world.make(torch.float16))
+
+
+@pytest.mark.parametrize("around", ["nothing", "all", "the head", "the loss"])
+@pytest.mark.parametrize("dtypes", itertools.product((torch.float32, torch.bfloat16, torch.float64), repeat=2))
+def test_class_weights_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype], around: str) -> None:
+    """Are refused as in eager, but for what autocast converts."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, w = torch.randn(6, 8, dtype=dtypes[0]), torch.randn(33, 8, dtype=dtypes[0])
+    y, c = torch.randint(33, (6,)), torch.rand(33).to(dtypes[1])
+
+    def autocast(*where: str) -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=around in where)
+
+    def whole(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with autocast("all", "the head"):
+            z = F.linear(x, w)
+        with autocast("all", "the loss"):
+            return F.cross_entropy(z, y, c)
+
+    def apart(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with autocast("all", "the head"):
+            z = compiled(F.linear)(x, w)
+        with autocast("all", "the loss"):
+            return F.cross_entropy(z, y, c)
+
+    try:
+        expected: Any = whole(x, w)
+    except RuntimeError as error:
+        for f in (compiled(whole), apart):
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                f(x, w)
+        return
+    with new_sites() as sites:
+        for f in (compiled(whole), apart):
+            torch.testing.assert_close(f(x, w), expected, rtol=2e-2, atol=2e-2)
+    assert [site.status for site in sites] == ["fused", "deferred"]
+
+
+def test_hooks_of_saved_tensors_that_are_disabled() -> None:
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        world = World.make()
+        with new_sites() as sites:
+            compiled(lambda s: ce(s.z, s.y))(world).backward()
+    assert [site.status for site in sites] == ["fused"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

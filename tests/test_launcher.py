@@ -172,7 +172,10 @@ def test_what_is_not_there(target: str, status: int, tmp_path: Path) -> None:
     assert target.split()[-1] in done.stderr
 
 
-@pytest.mark.parametrize("argv", [[], ["--nope", "x.py"], ["--report-json", "no/such/directory.json", "x.py"]])
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["--nope", "x.py"], ["--report-json", "no/such/directory.json", "x.py"], ["--report-json", ".", "x.py"]],
+)
 def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(argv)

@@ -13,9 +13,10 @@ that returns one of these.
 With --fake, which is what FILE.py:NAME does unless you say --no-fake, tensors
 have shapes but no data: no weight is allocated, nothing is compiled or computed,
 and a model of any size is reported on any machine. Integers of up to 1 MiB are
-real, a float that is read from a tensor is NaN, and no checkpoint is written.
-Where the script needs another value, it ends, and what was compiled until then
-is printed. The devices that it names must exist; meta counts as cpu.
+real, and a float that is read from a tensor is NaN. Where the script needs
+another value, or calls torch.save, it ends, and what was compiled until then is
+printed; other ways to write a checkpoint may raise instead. The devices that the
+script names must exist; meta counts as cpu.
 
 With --json, standard output holds one JSON object and whatever the script
 and its children write goes to standard error. torch is imported before the
@@ -32,12 +33,13 @@ exit status:
   1  the script or its model raised, or it exited with another status; what was
      compiled until then is printed
   2  wrong usage; FILE.py has no NAME that can be called
-  3  nothing was compiled, and there are no `model` and `example_inputs` either
+  3  nothing was compiled, with or without `model` and `example_inputs`
   4  graphs were compiled, but none has a projection to a vocabulary
   5  no such file or module, or it cannot be read
   6  it is not Python: a syntax error
   7  --check: a required head was not fused, or no head matches a pattern
-After 2, 5 and 6 nothing was run, and nothing is printed on standard output.
+After 5, 6 and wrong usage nothing was run, and nothing is printed on standard
+output.
 """
 
 from __future__ import annotations
@@ -143,9 +145,10 @@ def _report(given: argparse.Namespace) -> int:
             with progress:
                 status, report = _call_example(given, scope)
     if status == RAN and not report.sites:
-        status = NO_HEAD
+        status = NO_HEAD if report.graphs else NOTHING_COMPILED
         if given.json:  # otherwise the table says so
-            _say(status, f"{_called(given)} has no projection to a vocabulary")
+            what = "has no projection to a vocabulary" if report.graphs else "compiled nothing"
+            _say(status, f"{_called(given)} {what}")
     # Where we compiled, it was without Inductor, and users will have it.
     report = forms.measured(report, given, "inductor" if explained else None)
     lines = failures(report, given.require) if given.check else []

@@ -53,6 +53,7 @@ class Call:
         entries_of: from a handle to what the tensor certainly holds, or None.
         unexpanded: from a handle to what it was expanded from, where nothing else can see its gradient; else None.
         grad: False where no gradient comes back, because it is called under no_grad.
+        autocast: whether it is called under autocast for the device of the logits.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Call:
     entries_of: Callable[[Any], Entries | None] = _unknown
     unexpanded: Callable[[Any], Any] = _unknown
     grad: bool = True
+    autocast: bool = False
 
     def constant(self, handle: Any) -> float | None:
         """The number that a 0-d tensor certainly holds, or None."""

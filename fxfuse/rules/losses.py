@@ -111,7 +111,9 @@ def _class_index_loss(
             call.keep("shape", f"{call.name} has a class weight of shape {tuple(like.shape)}")
         if like.requires_grad:
             call.keep("unsupported_argument", f"{call.name} has a class weight that requires a gradient")
-        if like.dtype not in (input.dtype, call.out.dtype):  # they differ under autocast alone
+        # They may differ under autocast alone, which converts both; but no float64.
+        converted = call.autocast and torch.float64 not in (input.dtype, like.dtype)
+        if like.dtype != input.dtype and not converted:
             call.keep("dtype", f"{call.name} has logits of {input.dtype} and a class weight of {like.dtype}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         call.keep("unsupported_argument", f"{call.name} has an ignore_index that is not a number")

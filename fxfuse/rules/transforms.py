@@ -355,8 +355,12 @@ def clamp(call: Call, input: Any, min: Any = None, max: Any = None) -> ClassTens
         return become(ClampedLogProbs, input, call.name)
     if min is not None and max is not None and _number(call, min) > _number(call, max):
         call.keep("unsupported_argument", f"{call.name} has min={min} above max={max}")
-    bounds = (("clamp_min", min), ("clamp_max", max))
-    return _then(call, input, *(Step(name, _number(call, bound)) for name, bound in bounds if bound is not None))
+    bounds = [
+        (name, _number(call, bound)) for name, bound in (("clamp_min", min), ("clamp_max", max)) if bound is not None
+    ]
+    if any(math.isfinite(bound) and abs(bound) > torch.finfo(call.out.dtype).max for _, bound in bounds):
+        call.keep("unsupported_argument", f"{call.name} has a bound that {call.out.dtype} does not hold")
+    return _then(call, input, *(Step(name, bound) for name, bound in bounds))
 
 
 @rule(torch.clamp_min, "clamp_min", in_place=("clamp_min_",))
