@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -57,14 +58,17 @@ class _Projection(torch.autograd.Function):
 
 
 def _made(value: Logits, layout: Layout | None, origin: Origin, device: torch.device) -> DeferredLogits:
-    shape = tuple(value.shape)
+    return DeferredLogits(State(origin, _meta(tuple(value.shape), value.dtype, layout)), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _meta(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None) -> Tensor:
+    """A tensor without data, to which nobody writes."""
     if layout is None:
-        meta = torch.empty(shape, dtype=value.dtype, device="meta")
-    else:
-        strides, offset = layout
-        extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        meta = torch.empty(extent, dtype=value.dtype, device="meta").as_strided(shape, strides, offset)
-    return DeferredLogits(State(origin, meta), device)
+        return torch.empty(shape, dtype=dtype, device="meta")
+    strides, offset = layout
+    extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return torch.empty(extent, dtype=dtype, device="meta").as_strided(shape, strides, offset)
 
 
 def defer(
