@@ -170,8 +170,9 @@ def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step]
     value: Any = Logits(head, shape, len(shape) - 1, dtype, grad, trail=("linear",))
     try:
         out = torch.empty(0, dtype=_out_dtype(dtype, input, steps), device="meta")
+        autocast = torch.is_autocast_enabled(input.device.type)
         for function, args, options in steps:
-            call = Call(function.__name__, out, lambda handle: handle)
+            call = Call(function.__name__, out, lambda handle: handle, autocast=autocast)
             value = TABLE[function](call, (value, *args), options)
     except Keep:
         return _eager(F.linear(input, weight, bias), steps)

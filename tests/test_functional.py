@@ -369,6 +369,15 @@ def test_class_weights_under_autocast(device: str) -> None:
         torch.testing.assert_close(actual, eager, rtol=1e-3, atol=1e-3)
 
 
+def test_class_weights_under_autocast_need_no_logits() -> None:
+    """Autocast converts the weights, so that they may be of another dtype than the logits."""
+    p = problem(30, 4, 50)
+    operands = (t.float() for t in (p.input, p.weight))
+    with torch.autocast("cpu", torch.bfloat16), LargestTensor() as seen:
+        linear_cross_entropy(*operands, p.target, weight=p.class_weight.float())
+    assert seen.elements < 30 * 50
+
+
 def test_autocast_leaves_float64_alone(device: str) -> None:
     p = problem(9, 4, 13, torch.float64, device)
     for ours, eager in EAGER.items():

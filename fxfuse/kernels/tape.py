@@ -44,7 +44,7 @@ def replayed(op: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(op)
     def played(*args: Any) -> R:
         leaves = _leaves(args)
-        if leaves[0].shape[0] > MOST_ROWS or launcher.is_nested():
+        if leaves[0].shape[:1] > (MOST_ROWS,) or launcher.is_nested():
             return op(*args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = (op, tiles.dot_precision(leaves[0].dtype), *map(_look, leaves))
