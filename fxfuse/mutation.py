@@ -128,7 +128,7 @@ class Region(NamedTuple):
 
     def has_autocast(self, device: str) -> bool:
         """Whether autocast is enabled for a kind of device; what is around the graph is what is around the caller."""
-        around = torch.is_autocast_enabled(device)
+        around = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         return next((enabled for kind, enabled in reversed(self.autocast) if kind == device), around)
 
 
@@ -139,7 +139,7 @@ def _region_after(node: Node, region: Region) -> Region:
         return region
     autocast = region.autocast
     if name == "_enter_autocast":
-        autocast = (*autocast, (str(node.args[0]), bool(node.args[2])))
+        autocast = (*autocast, (str(node.args[0]), len(node.args) < 3 or bool(node.args[2])))
     elif name == "_exit_autocast":
         autocast = autocast[:-1]
     return Region(region.number + 1, region.levels + inner, autocast)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -581,8 +582,8 @@ def test_class_weights_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype],
     x, w = torch.randn(6, 8, dtype=dtypes[0]), torch.randn(33, 8, dtype=dtypes[0])
     y, c = torch.randint(33, (6,)), torch.rand(33).to(dtypes[1])
 
-    def autocast(*where: str) -> Any:
-        return torch.autocast("cpu", torch.bfloat16, enabled=around in where)
+    def autocast(where: str) -> Any:
+        return torch.autocast("cpu", torch.bfloat16) if around == where else contextlib.nullcontext()
 
     def whole(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with autocast("the head"):
@@ -609,7 +610,8 @@ def test_class_weights_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype],
                 for f in (compiled(whole), apart):
                     torch.testing.assert_close(f(x, w), expected, rtol=2e-2, atol=2e-2)
             assert [site.status for site in sites] == ["fused", "deferred"]
-    assert not torch.is_autocast_enabled("cpu")
+    torch.autocast_decrement_nesting()
+    assert torch.autocast_increment_nesting() == 0, "contexts of autocast that nobody left"
 
 
 def test_hooks_of_saved_tensors_that_are_disabled() -> None:
