@@ -88,6 +88,9 @@ class DeferredLogits(Tensor):
             if func is Tensor.__deepcopy__:
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
+        elif _writes_to_views(func, args):
+            _write_one_by_one(func, args, kwargs)
+            return None
         elif func in _REFUSED:
             raise errors.deferred_cannot(_REFUSED[func], _head_of(args))
         elif func is Tensor.__iter__ and args[0].dim():
@@ -299,6 +302,27 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
                 if origin.bypassed and func != _GRAD_FN:
                     raise errors.gradient_went_past(func.__name__, origin.head)
                 origin.hooked = True
+
+
+def _writes_to_views(func: Any, args: Any) -> bool:
+    """Whether ``func`` is one of ``torch._foreach_…_`` and works on a view of deferred logits."""
+    name = getattr(func, "__name__", "")
+    if not (name.startswith("_foreach_") and name.endswith("_")) or name == "_foreach_copy_":  # which has no gradient
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(isinstance(tensor, DeferredLogits) and tensor._is_view() for tensor in args[0])
+
+
+def _write_one_by_one(func: Any, args: Any, kwargs: Any) -> None:
+    """What ``func`` does to a list of tensors: of views of a subclass, PyTorch loses its gradient."""
+    if func is torch._foreach_zero_:
+        for tensor in args[0]:
+            tensor.zero_()
+        return
+    before = [tensor.clone() for tensor in args[0]]  # what gradients may need
+    results = getattr(torch, func.__name__[:-1])(before, *args[1:], **kwargs)
+    for tensor, result in zip(args[0], results, strict=True):
+        tensor.copy_(result)
 
 
 def _head_of(args: Any) -> str:

@@ -578,6 +578,35 @@ def test_a_copy_that_is_seen_after_a_write(copy: Any, write: Any) -> None:
     assert_as_eager(program)
 
 
+@pytest.mark.parametrize("view", [lambda z: z.select(0, 0), lambda z: z[0], lambda z: z.view(-1, VOCAB), lambda z: z])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda z: torch._foreach_mul_([z], 2.0),
+        lambda z: torch._foreach_add_([z], [z.detach() + 1.0], alpha=0.5),
+        lambda z: torch._foreach_sin_([z]),
+        lambda z: torch._foreach_zero_([z]),
+        lambda z: torch._foreach_lerp_([z], [z.detach() * 3], 0.25),
+    ],
+)
+def test_functions_of_lists_in_place(write: Any, view: Any) -> None:
+    def program(z: Tensor, s: World) -> Tensor:
+        z = view(z * 1.0)
+        write(z)
+        write(z)
+        return z.sin().sum() + F.cross_entropy(z.reshape(-1, VOCAB)[:1], s.y.view(-1)[:1])
+
+    assert_as_eager(program)
+    # Of what the graph returns itself, too.
+    eager, deferred = World.make(), DeferredWorld.make()
+    for s in (eager, deferred):
+        z = view(s.zb * 1.0 if s is eager else s.zb)
+        write(z)
+        z.sin().sum().backward()
+    for mine, theirs in zip(leaves_of(deferred), leaves_of(eager), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def test_functions_in_place_by_keyword() -> None:
     assert_as_eager(lambda z, s: torch.clamp_(input=z * 1.0, max=0.3).logsumexp(-1))
     assert_as_eager(lambda z, s: torch.relu_(input=z * 1.0).sum(-1))
