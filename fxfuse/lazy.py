@@ -28,7 +28,7 @@ from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
 
-MOST_GIVEN = 64
+MOST_GIVEN = 64  # reads whose entries an output remembers
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ def clean_kernel(
 def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
     """The index, contiguous int64, with -1 for what is ignored; and a bool ``[]``: whether the rest are classes."""
     out = torch.empty_like(index)
-    block = BLOCK if index.numel() > MOST_BLOCK else tiles.next_power_of_2(max(index.numel(), BLOCK))
-    alone = index.numel() <= block
+    alone = index.numel() <= MOST_BLOCK
+    block = tiles.next_power_of_2(max(index.numel(), BLOCK)) if alone else BLOCK
     valid = (torch.empty if alone else torch.ones)((), dtype=torch.int8, device=index.device)
     numbers = (index.numel(), vocab, 0 if ignore_index is None else ignore_index)
     ignores = ignore_index is not None

@@ -30,6 +30,7 @@ except ImportError:  # a Triton that does not have it compiles kernels as they c
     AsyncCompileMode = None
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 MOST_THREADS = 16
 
@@ -128,14 +129,18 @@ class Listener(Protocol):
         """A kernel is new."""
 
 
-@contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener) -> contextlib.AbstractContextManager[None]:
     """Tell ``listener`` of what ``launch`` does meanwhile."""
-    token = _listener.set(listener)
+    return _set(_listener, listener)
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _listener.reset(token)
+        variable.reset(token)
 
 
 def is_nested() -> bool:
@@ -174,8 +179,5 @@ def compiled_together(op: Callable[..., R]) -> Callable[..., R]:
 
 
 def _in_mode(mode: str, op: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    token = _mode.set(mode)
-    try:
+    with _set(_mode, mode):
         return op(*args, **kwargs)
-    finally:
-        _mode.reset(token)
