@@ -539,15 +539,16 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
     from fxfuse.ops import hopper
 
     sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES)
-    rows, hidden, vocab = (1500, 256, 5000) if HAS_GPU else (50, 16, 300)
+    rows, vocab = (1500, 5000) if HAS_GPU else (50, 300)
     chunk = rows // 4
     try:
         hopper.MOST_EXPONENTIALS_BYTES = chunk * vocab * dtype.itemsize
         hopper.WINDOW_BYTES = chunk * vocab * dtype.itemsize
         options = {"bias": True, "class_weight": True, "class_sum": True}
-        check_gradients(problem(rows, hidden, vocab, dtype, **options))
-        check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, indexed=2, **options))
-        check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
+        for hidden in (256, 2064) if HAS_GPU else (16,):
+            check_gradients(problem(rows, hidden, vocab, dtype, **options))
+            check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, indexed=2, **options))
+            check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
     finally:
         hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES = sizes
 
@@ -994,6 +995,25 @@ def capture_in_a_cuda_graph(dtype: torch.dtype) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@case(routes=("described",))
+def lists_of_rows() -> None:
+    rows = 5000  # several programs, the last of which counts more rows at once than it lists
+    for idle in (0.0, 0.4, 1.1):
+        p = problem(rows, 16, 16, torch.float16, indexed=2, class_sum=True, idle=idle)
+        call = cuda._Head.of(*p.operands, "").call()
+        work = (p.g_lse != 0) | (p.g_picked != 0).any(1) | (p.g_class_sum != 0)
+        assert (idle == 0) == bool(work.all()) and (idle > 1) == (not work.any())
+        up = cuda._Upstream(*p.upstream)
+        listed, made = call.listed_by_coefficients(up)
+        known = torch.where(p.index >= 0, p.g_picked, 0.0)
+        assert torch.equal(made.picked, known)
+        assert torch.allclose(made.lse, p.g_lse - known.sum(1), atol=1e-6)
+        for order, length in (listed, call.listed(up), call.listed_by_flags(work.view(torch.int8))):
+            want = work.nonzero()[:, 0]
+            assert int(length) == len(want)
+            assert torch.equal(order, F.pad(want, (0, rows - len(want))).int())
 
 
 @case()

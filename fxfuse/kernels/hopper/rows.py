@@ -13,6 +13,46 @@ from ..transform import transformed
 from .schedule import chunk_bounds
 
 
+@triton.jit
+def _has_work(
+    lse, picked, class_sum, entropy, index, g_lse, g_picked, row, inside, indexed, OF_LOSS: tl.constexpr
+):  # fmt: skip
+    """Whether rows have upstream gradients; if OF_LOSS, from coefficients, and the gradients are stored if wanted."""
+    g = tl.load(lse + row, mask=inside, other=0.0)
+    work = row < 0
+    for k in range(indexed):
+        at = row.to(tl.int64) * indexed + k
+        c = tl.load(picked + at, mask=inside, other=0.0)
+        if OF_LOSS:
+            c = tl.where(tl.load(index + at, mask=inside, other=-1) >= 0, c, 0.0)
+            # log_prob is picked - lse, so its coefficient counts for both.
+            g -= c
+            if g_picked is not None:
+                tl.store(g_picked + at, c, mask=inside)
+        work = work | (c != 0)
+    if g_lse is not None:
+        tl.store(g_lse + row, g, mask=inside)
+    work = work | (g != 0)
+    if class_sum is not None:
+        work = work | (tl.load(class_sum + row, mask=inside, other=0.0) != 0)
+    if entropy is not None:
+        work = work | (tl.load(entropy + row, mask=inside, other=0.0) != 0)
+    return (work & inside).to(tl.int32)
+
+
+@triton.jit
+def _list(order, length, row, flag, before, rows, BLOCK: tl.constexpr):
+    """List a program's rows after those of the programs before; the last one knows how many there are."""
+    tl.store(order + before + tl.cumsum(flag, 0) - flag, row, mask=flag != 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        found = before + tl.sum(flag, 0)
+        tl.store(length, found)
+        # The list may be an op's result, which should be the same every time.
+        for start in range(found, rows, BLOCK):
+            rest = start + tl.arange(0, BLOCK)
+            tl.store(order + rest, 0, mask=rest < rows)
+
+
 @triton.jit(do_not_specialize=["rows", "indexed"])
 def list_kernel(
     lse,  # [rows] float32
@@ -27,59 +67,42 @@ def list_kernel(
     rows,
     indexed,
     BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """List the rows that have upstream gradients, ascending.
+    """List the rows that have upstream gradients, ascending: so many a program, which counts those before them.
 
     With ``g_lse`` and ``g_picked``, these are made: ``lse`` and ``picked`` are then coefficients of lse and log_prob.
     """
-    found = 0
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        inside = row < rows
-        g = tl.load(lse + row, mask=inside, other=0.0)
-        work = tl.zeros((BLOCK,), tl.int1)
-        for k in range(indexed):
-            at = row.to(tl.int64) * indexed + k
-            c = tl.load(picked + at, mask=inside, other=0.0)
-            if g_lse is not None:
-                c = tl.where(tl.load(index + at, mask=inside, other=-1) >= 0, c, 0.0)
-                # log_prob is picked - lse, so its coefficient counts for both.
-                g -= c
-                tl.store(g_picked + at, c, mask=inside)
-            work = work | (c != 0)
-        work = work | (g != 0)
-        if class_sum is not None:
-            work = work | (tl.load(class_sum + row, mask=inside, other=0.0) != 0)
-        if entropy is not None:
-            work = work | (tl.load(entropy + row, mask=inside, other=0.0) != 0)
-        if g_lse is not None:
-            tl.store(g_lse + row, g, mask=inside)
-        flag = (work & inside).to(tl.int32)
-        tl.store(order + found + tl.cumsum(flag, 0) - flag, row, mask=flag != 0)
-        found += tl.sum(flag, 0)
-    tl.store(length, found)
-    # The list may be an op's result, which should be the same every time.
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        tl.store(order + row, 0, mask=(row >= found) & (row < rows))
+    of_loss: tl.constexpr = g_lse is not None
+    first = tl.program_id(0) * BLOCK
+    before = 0
+    for start in tl.range(0, first, WIDE, loop_unroll_factor=4):
+        row = start + tl.arange(0, WIDE)
+        flag = _has_work(lse, picked, class_sum, entropy, index, None, None, row, row < first, indexed, of_loss)
+        before += tl.sum(flag, 0)
+    row = first + tl.arange(0, BLOCK)
+    flag = _has_work(lse, picked, class_sum, entropy, index, g_lse, g_picked, row, row < rows, indexed, of_loss)
+    _list(order, length, row, flag, before, rows, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def list_flagged_kernel(
     flags,  # [rows] int8
-    order,  # [rows] int32, out
+    order,  # [rows] int32, out: zeros past the end
     length,  # [1] int32, out
     rows,
     BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """List the rows whose flag is set, ascending."""
-    found = 0
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        flag = (tl.load(flags + row, mask=row < rows, other=0) != 0).to(tl.int32)
-        tl.store(order + found + tl.cumsum(flag, 0) - flag, row, mask=flag != 0)
-        found += tl.sum(flag, 0)
-    tl.store(length, found)
+    """List the rows whose flag is set in the same way."""
+    first = tl.program_id(0) * BLOCK
+    before = 0
+    for start in tl.range(0, first, WIDE, loop_unroll_factor=4):
+        row = start + tl.arange(0, WIDE)
+        before += tl.sum((tl.load(flags + row, mask=row < first, other=0) != 0).to(tl.int32), 0)
+    row = first + tl.arange(0, BLOCK)
+    flag = (tl.load(flags + row, mask=row < rows, other=0) != 0).to(tl.int32)
+    _list(order, length, row, flag, before, rows, BLOCK)
 
 
 @triton.jit

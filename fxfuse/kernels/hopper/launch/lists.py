@@ -10,6 +10,9 @@ from ... import launcher, tiles
 from ..rows import gather_kernel, list_flagged_kernel, list_kernel, pick_kernel
 from .operands import Described, Listed, Rows
 
+# Rows that a program lists, and rows before them that it counts at a time.
+LISTED, COUNTED = 1024, 4096
+
 
 class Lists(Described):
     def listed(self, up: Upstream) -> Listed:
@@ -27,9 +30,9 @@ class Lists(Described):
         launcher.launch(
             self.signature,
             list_kernel,
-            (1,),
+            (tiles.cdiv(self.rows, LISTED),),
             given.lse, given.picked, given.class_sum, given.entropy, self.index, made.lse, made.picked, *listed,
-            self.rows, self.index.shape[1], BLOCK=list_block(self.rows), num_warps=16,
+            self.rows, self.index.shape[1], BLOCK=LISTED, WIDE=COUNTED, num_warps=16,
         )  # fmt: skip
         return listed
 
@@ -39,11 +42,12 @@ class Lists(Described):
         launcher.launch(
             self.signature,
             list_flagged_kernel,
-            (1,),
+            (tiles.cdiv(self.rows, LISTED),),
             flags,
             *listed,
             self.rows,
-            BLOCK=list_block(self.rows),
+            BLOCK=LISTED,
+            WIDE=COUNTED,
             num_warps=16,
         )
         return listed
@@ -124,7 +128,3 @@ class Lists(Described):
             num_warps=4,
             num_stages=4,
         )
-
-
-def list_block(rows: int) -> int:
-    return min(4096, max(256, tiles.next_power_of_2(rows)))

@@ -10,7 +10,7 @@ from ... import launcher, tiles
 from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
 from ..stats import merge_kernel, stats_kernel
-from .lists import Lists, list_block
+from .lists import Lists
 from .operands import Listed, Rows, Stats, describe, kernel_for
 
 # What the gathered rows of a chunk of statistics may take.
@@ -152,6 +152,6 @@ class Statistics(Lists):
             loss_kernel,
             (1,),
             stats.lse, stats.log_prob, class_sum, self.index, c.lse, c.picked, c.class_sum, loss, self.rows,
-            self.index.shape[1], BLOCK=list_block(self.rows), num_warps=16,
+            self.index.shape[1], BLOCK=min(4096, max(256, tiles.next_power_of_2(self.rows))), num_warps=16,
         )  # fmt: skip
         return loss
