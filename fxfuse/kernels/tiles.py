@@ -113,6 +113,9 @@ MANY_HIDDEN = 2048
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536
 NARROW_INPUT = Tile(128, 128, 64, 8, 4)
+# Columns of the factors by which d_weight's kernels that take turns also multiply, for the gradient of the bias: the
+# fewest that a tile in shared memory can have.
+NARROW = 16
 INTERPRETED = Tile(16, 64, 16, 4, 1)
 ROW_BLOCK = 128
 

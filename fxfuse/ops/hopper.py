@@ -65,9 +65,8 @@ class _Gradients:
         self.d_weight = call.empty(*((call.vocab, call.hidden) if self.need_weight else (0,)), dtype=dtypes[1])
         self.d_bias = call.input.new_zeros((call.vocab if self.need_bias else 0,), dtype=torch.float32)
 
-    def results(self, undo: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        d_bias = self.d_bias if undo is None else self.d_bias * undo
-        return self.d_input, self.d_weight, d_bias.to(self.dtypes[2])
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.d_input, self.d_weight, self.d_bias.to(self.dtypes[2])
 
     def recompute(
         self, listed: Listed, stats: Stats, up: Upstream, factors: tuple[Tensor | None, Tensor | None], memory: int = 0
@@ -83,6 +82,7 @@ class _Gradients:
         dz = call.exponentials_buffer(rows.most, windows[0].stop)
         parts = call.parts()
         normalise, undo = factors
+        d_bias = self.d_bias if self.need_bias else None
         slope = call.slopes()
         call.pick(listed, stats.picked, slope)
         for i, window in enumerate(windows):
@@ -97,9 +97,9 @@ class _Gradients:
                     ends = i == 0, i == len(windows) - 1
                     call.add_input(rows, chunk, window, here, d_input, parts, *ends, undo=undo)
                 if self.need_weight:
-                    call.add_weight(rows, chunk, window, here, gathered, d_weight, undo=undo)
-                if self.need_bias:
-                    call.add_bias(rows, chunk, window, here, self.d_bias)
+                    call.add_weight(rows, chunk, window, here, gathered, d_weight, undo=undo, d_bias=d_bias)
+                elif d_bias is not None:
+                    call.add_bias(rows, chunk, window, here, d_bias, undo=undo)
 
     def from_exponentials(
         self, made: _Exponentials, chunk: int, sums: tuple[Sum, Sum], classes: Classes | None, parts: Tensor
@@ -107,10 +107,7 @@ class _Gradients:
         """The products of a chunk that has just been made."""
         call, rows, k, everything = self.call, made.rows, made.kept, slice(0, self.call.vocab)
         e = k.e[:, : call.vocab]
-        if self.need_bias:
-            call.add_bias(rows, chunk, everything, e, self.d_bias, k.factor)
-            if made.undo is not None:
-                self.d_bias *= made.undo
+        d_bias = self.d_bias if self.need_bias else None
         if self.need_input:
             call.add_input(
                 rows, chunk, everything, e, sums[0], parts, True, True, k.factor, made.undo, made.rank_one, k.own
@@ -118,10 +115,14 @@ class _Gradients:
         if self.need_weight:
             if classes is not None:
                 call.place_classes(rows, chunk, classes)
-            call.add_weight(rows, chunk, everything, e, k.gathered, sums[1], made.undo, made.weight_row, classes)
+            call.add_weight(
+                rows, chunk, everything, e, k.gathered, sums[1], made.undo, made.weight_row, classes, d_bias, k.factor
+            )
+        elif d_bias is not None:
+            call.add_bias(rows, chunk, everything, e, d_bias, k.factor, made.undo)
         if classes is not None:
             total = sums[1] if self.need_weight else None
-            call.finish_classes(rows, chunk, k.own, classes, total, self.d_bias if self.need_bias else None)
+            call.finish_classes(rows, chunk, k.own, classes, total, d_bias)
 
     def exponentials(self, listed: Listed, stats: Stats, up: Upstream) -> None:
         """The statistics and the gradients together, from scaled exponentials."""
@@ -310,7 +311,7 @@ def linear_stats_backward(
     factors = _factors(call, up, entropy)
     grads = _Gradients(call, needs, dtypes)
     grads.recompute(call.listed(up), stats, up, factors, memory)
-    return grads.results(factors[1])
+    return grads.results()
 
 
 @replayed
@@ -323,16 +324,13 @@ def linear_loss(
     want_class_sum = c.class_sum is not None
     stats = call.unset_stats(want_class_sum)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
-    undo = None
     if any(needs) and suits_exponentials(call.input.dtype, call.index.shape[1], want_class_sum, call.transform):
         grads.exponentials(listed, stats, up)
     else:
         call.stats(listed, stats)
         if any(needs):
-            factors = _factors(call, up)
-            grads.recompute(listed, stats, up, factors)
-            undo = factors[1]
-    return call.loss(stats, c), grads.results(undo)
+            grads.recompute(listed, stats, up, _factors(call, up))
+    return call.loss(stats, c), grads.results()
 
 
 @replayed

@@ -293,9 +293,36 @@ def _finish_classes(
 
 
 @triton.jit(do_not_specialize=["chunk", "most"])
+def factors_kernel(
+    factor,  # [most] float32, or None for ones
+    parts,  # [most, WIDTH] in 16 bits, out: three that add up to the factor, and zeros
+    length,
+    chunk,
+    most,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The factors of a chunk's rows as an operand of a product: three parts of 8 bits each lose nothing."""
+    _, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.where(row < rows, 1.0, 0.0)
+    if factor is not None:
+        value = tl.load(factor + row, mask=row < rows, other=0.0)
+    first = value.to(parts.dtype.element_ty)
+    value -= first.to(tl.float32)
+    second = value.to(parts.dtype.element_ty)
+    third = (value - second.to(tl.float32)).to(parts.dtype.element_ty)
+    part = tl.arange(0, WIDTH)[None, :]
+    of_row = tl.where(part == 0, first[:, None], tl.where(part == 1, second[:, None], third[:, None]))
+    tl.store(parts + row[:, None] * WIDTH + part, tl.where(part < 3, of_row, 0.0), mask=(row < most)[:, None])
+
+
+@triton.jit(do_not_specialize=["chunk", "most"])
 def d_bias_kernel(
     dz,  # [most, W]
     factor,  # [most] float32 or None
+    normalise,  # [1] float32 or None
     out,  # [W] float32: added to
     length,
     chunk,
@@ -316,7 +343,10 @@ def d_bias_kernel(
         if factor is not None:
             value = value * tl.load(factor + row, mask=row < rows, other=0.0)[:, None]
         acc += value
-    tl.store(out + col, tl.load(out + col, mask=col < vocab, other=0.0) + tl.sum(acc, 0), mask=col < vocab)
+    total = tl.sum(acc, 0)
+    if normalise is not None:
+        total = total * tl.load(normalise)
+    tl.store(out + col, tl.load(out + col, mask=col < vocab, other=0.0) + total, mask=col < vocab)
 
 
 @triton.jit(do_not_specialize=["rows", "each"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -89,11 +91,13 @@ class Products(Described):
         undo: Tensor | None = None,
         class_row: Tensor | None = None,
         classes: Classes | None = None,
+        d_bias: Tensor | None = None,
+        factor: Tensor | None = None,
     ) -> None:
         """Add ``dz.T @ x`` to ``total``, the rows ``window`` of d_weight; the first chunk's sum begins there.
 
         ``class_row [D]`` times the class weights is added once. The sums of this chunk's ``classes`` are to be finished
-        by ``finish_classes``.
+        by ``finish_classes``. ``d_bias`` is added to as by ``add_bias``, with ``factor``.
         """
         # Kernels that take turns add to sums in 16 bits and more, those of float16 operands are float32.
         tile = tiles.described("d_weight", self.input, turns=total.out.element_size() == 2)
@@ -106,6 +110,12 @@ class Products(Described):
             if tile is tiles.TOGETHER:
                 kernel, half = turns.d_weight_together_kernel, 2
             sums = tuple(None if s is None else describe(s, tile, 64, 64) for s in sums)
+            beside: tuple[Any, ...] = (None, None)
+            if d_bias is not None:
+                beside = describe(self._factors(rows, chunk, factor), tile, tile.hidden, tiles.NARROW), d_bias[window]
+            sums += beside
+        elif d_bias is not None:
+            self.add_bias(rows, chunk, window, dz, d_bias, factor, undo)
         launcher.launch(
             (self.signature, height, total.out.dtype),
             kernel,
@@ -127,10 +137,35 @@ class Products(Described):
             **self.launch_options(tile),
         )
 
+    def _factors(self, rows: Rows, chunk: int, factor: Tensor | None) -> Tensor:
+        """``factor [most]``, or ones, as an operand ``[most, tiles.NARROW]`` of a product."""
+        parts = self.empty(rows.most, tiles.NARROW, dtype=self.input.dtype)
+        launcher.launch(
+            self.signature,
+            products.factors_kernel,
+            (tiles.cdiv(rows.most, 128),),
+            factor,
+            parts,
+            rows.length,
+            chunk,
+            rows.most,
+            BLOCK=128,
+            WIDTH=tiles.NARROW,
+            ROWS=self.row_block,
+        )
+        return parts
+
     def add_bias(
-        self, rows: Rows, chunk: int, window: slice, dz: Tensor, out: Tensor, factor: Tensor | None = None
+        self,
+        rows: Rows,
+        chunk: int,
+        window: slice,
+        dz: Tensor,
+        out: Tensor,
+        factor: Tensor | None = None,
+        undo: Tensor | None = None,
     ) -> None:
-        """Add the column sums of ``factor[:, None] * dz`` to the classes ``window`` of d_bias, float32."""
+        """Add the column sums of ``factor[:, None] * dz``, times ``undo [1]``, to the classes ``window`` of d_bias."""
         out = out[window]
         launcher.launch(
             (self.signature, out.shape[0]),
@@ -138,6 +173,7 @@ class Products(Described):
             (tiles.cdiv(out.shape[0], 128),),
             dz,
             factor,
+            undo,
             out,
             rows.length,
             chunk,

@@ -22,8 +22,8 @@ def load_blocks(
     row_blocks = gl.cdiv(rows, BLOCK)
     columns = gl.cdiv(vocab, BLOCK)
     load_tiles(
-        x, w, x_tiles, w_tiles, full, empty, gl.program_id(0), row_blocks * columns, programs, row_blocks, columns,
-        hidden, True, not TRANSPOSED, BK, GROUP, STAGES,
+        x, w, None, x_tiles, w_tiles, None, full, empty, gl.program_id(0), row_blocks * columns, programs, row_blocks,
+        columns, hidden, True, not TRANSPOSED, BK, GROUP, STAGES,
     )  # fmt: skip
 
 

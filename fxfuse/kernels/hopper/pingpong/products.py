@@ -1,6 +1,7 @@
 """The product for the gradient of the weight as in ``..products``, by warpgroups that take turns.
 
-A second warp loads the old sums of a tile into buffers of their own while it is multiplied.
+A second warp loads the old sums of a tile into buffers of their own while it is multiplied. With factors of rows as a
+third operand, tiles of the first column are also multiplied with these, which is the gradient of the bias.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...logits import grouped
-from .ring import BLOCK, barriers, half, half_of_rows, load_tiles, multiply
-from .sums import PIECE, add_piece, load_pieces, sizes, slots_of
+from .ring import BLOCK, NARROW, barriers, half, half_of_rows, load_tiles, multiply_both
+from .sums import PIECE, add_bias, add_piece, load_pieces, sizes, slots_of
 
 PIECES = gl.constexpr(4)  # of a tile
 
 
 @gluon.jit
 def _load(
-    dz, x, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, full, empty, BK: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    dz, x, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     _, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
     load_tiles(
-        dz, x, dz_tiles, x_tiles, full, empty, gl.program_id(0), tiles, programs, class_blocks, columns, terms, False,
-        False, BK, GROUP, STAGES,
+        dz, x, factors, dz_tiles, x_tiles, factor_tiles, full, empty, gl.program_id(0), tiles, programs, class_blocks,
+        columns, terms, False, False, BK, GROUP, STAGES,
     )  # fmt: skip
 
 
@@ -47,9 +48,9 @@ def _load_sums(
 
 @gluon.jit
 def _add(
-    out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden, programs,
-    dz_tiles, x_tiles, full, empty, turn, uppers, lowers, come, free, WARPGROUP: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
+    programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, lowers, come, free, WARPGROUP: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     rows, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
     steps = gl.cdiv(terms, BK)
@@ -58,10 +59,13 @@ def _add(
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
         upper_slot = slots_of(rows_of_classes, slots, class_block * BLOCK, chunk, most, vocab)
         lower_slot = slots_of(rows_of_classes, slots, class_block * BLOCK + PIECE, chunk, most, vocab)
-        acc = multiply(
-            dz_tiles, x_tiles, full, empty, turn, round, (2 * round + WARPGROUP) * steps, steps, False, False,
-            WARPGROUP, STAGES,
+        acc, parts = multiply_both(
+            dz_tiles, x_tiles, None if d_bias is None else factor_tiles, full, empty, turn, round,
+            (2 * round + WARPGROUP) * steps, steps, column == 0, False, False, WARPGROUP, STAGES,
         )  # fmt: skip
+        if d_bias is not None:  # noqa: SIM102
+            if column == 0:
+                add_bias(d_bias, parts, normalise, rows, class_block * BLOCK, vocab)
         for i in gl.static_range(PIECES):
             mbarrier.wait(come.index(WARPGROUP * PIECES + i), round & 1)
             add_piece(
@@ -85,6 +89,8 @@ def d_weight_kernel(
     x,  # descriptor of [most, D] in blocks [BK, 128]
     out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
     low,  # descriptor of [W, D] int8 in the same blocks, or None: where there is one chunk only
+    factors,  # descriptor of [most, 16] in blocks [BK, 16]: the factor of each row in parts; or None
+    d_bias,  # [W] float32, added to: the sums over the rows of dz times their factors; or None
     normalise,
     class_weight,
     class_row,
@@ -103,6 +109,9 @@ def d_weight_kernel(
 ):
     dz_tiles = gl.allocate_shared_memory(dz.dtype, [STAGES, BK, BLOCK], dz.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BK, BLOCK], x.layout)
+    factor_tiles = x_tiles  # which is not looked at
+    if factors is not None:
+        factor_tiles = gl.allocate_shared_memory(factors.dtype, [STAGES, BK, NARROW], factors.layout)
     uppers = gl.allocate_shared_memory(out.dtype, [PIECES, PIECE, PIECE], out.layout)
     lowers = uppers  # which is not looked at
     if low is not None:
@@ -115,18 +124,18 @@ def d_weight_kernel(
     gl.warp_specialize(
         [
             (_add, (
-                out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab,
-                hidden, programs, dz_tiles, x_tiles, full, empty, turn, uppers, lowers, come, free, 0, BK, GROUP,
-                STAGES, ROWS,
+                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, lowers, come,
+                free, 0, BK, GROUP, STAGES, ROWS,
             )),
             (_add, (
-                out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab,
-                hidden, programs, dz_tiles, x_tiles, full, empty, turn, uppers, lowers, come, free, 1, BK, GROUP,
-                STAGES, ROWS,
+                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, lowers, come,
+                free, 1, BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
-                dz, x, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, full, empty, BK, GROUP, STAGES,
-                ROWS,
+                dz, x, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full,
+                empty, BK, GROUP, STAGES, ROWS,
             )),
             (_load_sums, (
                 out, low, length, chunk, most, vocab, hidden, programs, uppers, lowers, come, free, GROUP, ROWS,

@@ -22,12 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ... import tiles
 from ...logits import grouped
 
 # Later versions of Triton have other names for these.
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 BLOCK = gl.constexpr(128)  # rows and columns of a tile
+NARROW = gl.constexpr(tiles.NARROW)  # columns of a third operand
 
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
@@ -65,6 +67,12 @@ def ring_of_logits(x, w, BK: gl.constexpr, STAGES: gl.constexpr):
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK, BK], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
     return x_tiles, w_tiles, barriers(STAGES), barriers(STAGES), barriers(2)
+
+
+@gluon.jit
+def narrow_zeros(ROWS: gl.constexpr):
+    """What a product with a third operand is added up in."""
+    return gl.zeros([ROWS, NARROW], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NARROW, 16]))
 
 
 @gluon.jit
@@ -106,14 +114,24 @@ def add_product(a, b, acc, AGAIN: gl.constexpr, A_ALONG: gl.constexpr, B_ALONG: 
 
 
 @gluon.jit
+def add_products(a, b, c, acc, sums, AGAIN: gl.constexpr):
+    """The same for two products of ``a``, with ``b`` and the narrow ``c``, all of them summed over the rows."""
+    a = a.permute([1, 0])
+    acc = warpgroup_mma(a, b, acc, use_acc=AGAIN, is_async=True)
+    sums = warpgroup_mma(a, c, sums, use_acc=AGAIN, is_async=True)
+    return warpgroup_mma_wait(2, deps=(acc, sums))
+
+
+@gluon.jit
 def load_tiles(
-    a, b, a_tiles, b_tiles, full, empty, first, last, stride, row_blocks, columns, length, A_ALONG: gl.constexpr,
-    B_ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, first, last, stride, row_blocks, columns, length,
+    A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the operands of the tiles ``first, first + stride, …`` below ``last``, ``BK`` of the ``length`` at a time.
 
     Tiles are those of ``grouped``; without a GROUP, those of the one row block ``row_blocks``. A_ALONG and B_ALONG say
-    that an operand's descriptor has the summed dimension last.
+    that an operand's descriptor has the summed dimension last. With a descriptor ``c``, tiles of the first column have
+    a third operand, ``NARROW`` columns wide.
     """
     slot = 0
     phase = 1  # every slot is empty at first
@@ -127,7 +145,7 @@ def load_tiles(
         for k in range(0, length, BK):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            mbarrier.expect(bar, 2 * 2 * BLOCK * BK)
+            expect_tiles(bar, c, c_tiles, slot, k, column, BK, 2 * BLOCK)
             if A_ALONG:
                 load_async(a, [row, k], bar, a_tiles.index(slot))
             else:
@@ -140,6 +158,37 @@ def load_tiles(
 
 
 @gluon.jit
+def expect_tiles(bar, c, c_tiles, slot, k, column, BK: gl.constexpr, WIDTH: gl.constexpr):
+    """Let ``bar`` wait for operands that are so wide together, and load the third of a tile in the first column."""
+    if c is None:
+        mbarrier.expect(bar, 2 * BK * WIDTH)
+    else:
+        if column == 0:
+            mbarrier.expect(bar, 2 * BK * (WIDTH + NARROW))
+            load_async(c, [k, 0], bar, c_tiles.index(slot))
+        else:
+            mbarrier.expect(bar, 2 * BK * WIDTH)
+
+
+@gluon.jit
+def _add_steps(
+    a_tiles, b_tiles, c_tiles, acc, sums, full, empty, before, slot, phase, steps, A_ALONG: gl.constexpr,
+    B_ALONG: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """All steps of a product but the first; without ``c_tiles``, ``sums`` stay as they are."""
+    for _ in range(1, steps):
+        mbarrier.wait(full.index(slot), phase)
+        if c_tiles is None:
+            acc = add_product(a_tiles.index(slot), b_tiles.index(slot), acc, True, A_ALONG, B_ALONG)
+        else:
+            acc, sums = add_products(a_tiles.index(slot), b_tiles.index(slot), c_tiles.index(slot), acc, sums, True)
+        mbarrier.arrive(empty.index(before))
+        before = slot
+        slot, phase = after(slot, phase, STAGES)
+    return acc, sums, before, slot, phase
+
+
+@gluon.jit
 def multiply(
     a_tiles, b_tiles, full, empty, turn, round, at, steps, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr,
     WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -147,6 +196,21 @@ def multiply(
     """This warpgroup's next product ``[128, 128]`` float32, of the ``steps`` of the ring from the ``at``-th on.
 
     ``round`` counts the warpgroup's own products.
+    """
+    acc, _sums = multiply_both(
+        a_tiles, b_tiles, None, full, empty, turn, round, at, steps, False, A_ALONG, B_ALONG, WARPGROUP, STAGES
+    )
+    return acc
+
+
+@gluon.jit
+def multiply_both(
+    a_tiles, b_tiles, c_tiles, full, empty, turn, round, at, steps, first_column, A_ALONG: gl.constexpr,
+    B_ALONG: gl.constexpr, WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The same, and with ``c_tiles`` in the ``first_column`` the product ``[128, NARROW]`` with the third operand.
+
+    Otherwise the second result may be anything.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     slot = at % STAGES
@@ -156,16 +220,30 @@ def multiply(
     # The first step by itself: a condition inside the loop would cost it several percent.
     mbarrier.wait(full.index(slot), phase)
     acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
-    acc = add_product(a_tiles.index(slot), b_tiles.index(slot), acc, False, A_ALONG, B_ALONG)
+    sums = acc
     before = slot
+    if c_tiles is None:
+        acc = add_product(a_tiles.index(slot), b_tiles.index(slot), acc, False, A_ALONG, B_ALONG)
+    else:
+        sums = narrow_zeros(BLOCK)
+        acc, sums = add_products(a_tiles.index(slot), b_tiles.index(slot), c_tiles.index(slot), acc, sums, False)
     slot, phase = after(slot, phase, STAGES)
-    for _ in range(1, steps):
-        mbarrier.wait(full.index(slot), phase)
-        acc = add_product(a_tiles.index(slot), b_tiles.index(slot), acc, True, A_ALONG, B_ALONG)
-        mbarrier.arrive(empty.index(before))
-        before = slot
-        slot, phase = after(slot, phase, STAGES)
+    rest = steps
+    if c_tiles is not None:
+        # In two loops of which one makes no turn: of two branches that multiply, ptxas (12.8) lets one take the
+        # other's descriptors of tiles, which it has not made.
+        acc, sums, before, slot, phase = _add_steps(
+            a_tiles, b_tiles, c_tiles, acc, sums, full, empty, before, slot, phase, gl.where(first_column, steps, 1),
+            A_ALONG, B_ALONG, STAGES,
+        )  # fmt: skip
+        rest = gl.where(first_column, 1, steps)
+    acc, sums, before, slot, phase = _add_steps(
+        a_tiles, b_tiles, None, acc, sums, full, empty, before, slot, phase, rest, A_ALONG, B_ALONG, STAGES
+    )
     mbarrier.arrive(turn.index(1 - WARPGROUP))
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if c_tiles is None:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
     mbarrier.arrive(empty.index(before))
-    return acc
+    return acc, sums

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..products import cut, joined, keep_classes, scaled
 from ..schedule import chunk_bounds, last_chunk
-from .ring import BLOCK, load_async, store_async
+from .ring import BLOCK, NARROW, load_async, store_async
 
 PIECE = gl.constexpr(64)  # rows and columns
 
@@ -41,6 +41,18 @@ def load_pieces(out, low, uppers, lowers, at, bar, row, col, chunk, COUNT: gl.co
             for i in gl.static_range(COUNT):
                 load_async(out, [row, col + i * PIECE], bar, uppers.index(at + i))
                 load_async(low, [row, col + i * PIECE], bar, lowers.index(at + i))
+
+
+@gluon.jit
+def add_bias(d_bias, parts, normalise, rows, tile_row, vocab):
+    """Add ``parts [classes, NARROW]``, the columns' sums in parts, to the gradient of the bias, if there are rows."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NARROW, 16])
+    value = gl.sum(parts, 1)
+    if normalise is not None:
+        value *= gl.load(normalise)
+    row = tile_row + gl.arange(0, parts.shape[0], layout=gl.SliceLayout(1, layout))
+    there = row < gl.where(rows > 0, vocab, 0)
+    gl.store(d_bias + row, gl.load(d_bias + row, mask=there, other=0.0) + value, mask=there)
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 Each has 64 rows of it. A larger tile reads less from L2, which is what limits a product of many rows: the card's power
 does. The second warpgroup stays ``LAG`` steps behind, so that one multiplies while the other ends its half. The old
-sums come through the ring as two steps more, one for each warpgroup: a slot has room for its 64x256 sums.
+sums come through the ring as two steps more, one for each warpgroup: a slot has room for its 64x256 sums. Factors of
+rows are a third operand as in ``.products``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ...logits import grouped
-from .ring import BLOCK, add_product, after, barriers, half, load_async, seen_as
-from .sums import PIECE, add_piece, load_pieces, sizes, slots_of
+from .ring import (
+    BLOCK,
+    NARROW,
+    add_product,
+    add_products,
+    after,
+    barriers,
+    expect_tiles,
+    half,
+    load_async,
+    narrow_zeros,
+    seen_as,
+)
+from .sums import PIECE, add_bias, add_piece, load_pieces, sizes, slots_of
 
 WIDTH = gl.constexpr(256)  # columns of a tile
 LAG = gl.constexpr(3)  # steps
@@ -23,35 +36,72 @@ LEAST = gl.constexpr(65)
 
 
 @gluon.jit
-def _multiply(
-    dz_tiles, x_tiles, full, empty, lead, slot, phase, steps, WARPGROUP: gl.constexpr, STAGES: gl.constexpr
+def _add_steps(
+    dz_tiles, x_tiles, factor_tiles, acc, sums, full, empty, lead, before, slot, phase, steps, last_alone,
+    WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """This warpgroup's half ``[64, 256]`` float32 of the next product, and the slot after it with its parity."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    starts = gl.minimum(steps, LAG) - 1  # the step after which the second warpgroup may begin
-    mbarrier.wait(full.index(slot), phase)
-    acc = gl.zeros([BLOCK // 2, WIDTH], gl.float32, layout)
-    acc = add_product(dz_tiles.index(2 * slot + WARPGROUP), x_tiles.index(slot), acc, False, False, False)
-    before = slot
-    slot, phase = after(slot, phase, STAGES)
+    """All steps of a product but the first; after the step ``last_alone`` the second warpgroup may begin."""
     for k in range(1, steps):
         mbarrier.wait(full.index(slot), phase)
-        acc = add_product(dz_tiles.index(2 * slot + WARPGROUP), x_tiles.index(slot), acc, True, False, False)
+        dz_tile = dz_tiles.index(2 * slot + WARPGROUP)
+        if factor_tiles is None:
+            acc = add_product(dz_tile, x_tiles.index(slot), acc, True, False, False)
+        else:
+            acc, sums = add_products(dz_tile, x_tiles.index(slot), factor_tiles.index(slot), acc, sums, True)
         mbarrier.arrive(empty.index(before))
         if WARPGROUP == 0:  # noqa: SIM102
-            if k == starts:
+            if k == last_alone:
                 mbarrier.arrive(lead.index(0))
         before = slot
         slot, phase = after(slot, phase, STAGES)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc, sums, before, slot, phase
+
+
+@gluon.jit
+def _multiply(
+    dz_tiles, x_tiles, factor_tiles, full, empty, lead, slot, phase, steps, first_column, WARPGROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """(this warpgroup's half ``[64, 256]`` float32 of the next product, its other result, the next slot, its parity).
+
+    The other result is as ``multiply_both`` has it.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    last_alone = gl.minimum(steps, LAG) - 1
+    mbarrier.wait(full.index(slot), phase)
+    acc = gl.zeros([BLOCK // 2, WIDTH], gl.float32, layout)
+    sums = acc
+    before = slot
+    dz_tile = dz_tiles.index(2 * slot + WARPGROUP)
+    if factor_tiles is None:
+        acc = add_product(dz_tile, x_tiles.index(slot), acc, False, False, False)
+    else:
+        sums = narrow_zeros(BLOCK // 2)
+        acc, sums = add_products(dz_tile, x_tiles.index(slot), factor_tiles.index(slot), acc, sums, False)
+    slot, phase = after(slot, phase, STAGES)
+    rest = steps
+    if factor_tiles is not None:
+        # In two loops, as in ``multiply_both``.
+        acc, sums, before, slot, phase = _add_steps(
+            dz_tiles, x_tiles, factor_tiles, acc, sums, full, empty, lead, before, slot, phase,
+            gl.where(first_column, steps, 1), last_alone, WARPGROUP, STAGES,
+        )  # fmt: skip
+        rest = gl.where(first_column, 1, steps)
+    acc, sums, before, slot, phase = _add_steps(
+        dz_tiles, x_tiles, None, acc, sums, full, empty, lead, before, slot, phase, rest, last_alone, WARPGROUP, STAGES
+    )
+    if factor_tiles is None:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
     mbarrier.arrive(empty.index(before))
-    return acc, slot, phase
+    return acc, sums, slot, phase
 
 
 @gluon.jit
 def _load(
-    dz, x, out, low, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, uppers, lowers, full, empty,
-    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers,
+    lowers, full, empty, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK // 2
     _, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
@@ -64,7 +114,7 @@ def _load(
         for k in range(0, terms, BK):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            mbarrier.expect(bar, 2 * BK * (BLOCK + WIDTH))
+            expect_tiles(bar, factors, factor_tiles, slot, k, column, BK, BLOCK + WIDTH)
             load_async(dz, [k, row], bar, dz_tiles.index(2 * slot))
             load_async(x, [k, col], bar, x_tiles.index(slot))
             load_async(dz, [k, row + HALF], bar, dz_tiles.index(2 * slot + 1))
@@ -86,9 +136,9 @@ def _pass_over(full, empty, slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _add(
-    out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden, programs,
-    dz_tiles, x_tiles, uppers, lowers, full, empty, lead, WARPGROUP: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
+    programs, dz_tiles, x_tiles, factor_tiles, uppers, lowers, full, empty, lead, WARPGROUP: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     rows, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
     steps = gl.cdiv(terms, BK)
@@ -101,7 +151,13 @@ def _add(
         slot_of_class = slots_of(rows_of_classes, slots, row, chunk, most, vocab)
         if WARPGROUP == 1:
             mbarrier.wait(lead.index(0), round & 1)
-        acc, slot, phase = _multiply(dz_tiles, x_tiles, full, empty, lead, slot, phase, steps, WARPGROUP, STAGES)
+        acc, parts, slot, phase = _multiply(
+            dz_tiles, x_tiles, None if d_bias is None else factor_tiles, full, empty, lead, slot, phase, steps,
+            column == 0, WARPGROUP, STAGES,
+        )  # fmt: skip
+        if d_bias is not None:  # noqa: SIM102
+            if column == 0:
+                add_bias(d_bias, parts, normalise, rows, row, vocab)
         if WARPGROUP == 1:
             slot, phase = _pass_over(full, empty, slot, phase, STAGES)
         mbarrier.wait(full.index(slot), phase)
@@ -127,6 +183,8 @@ def d_weight_together_kernel(
     x,  # descriptor of [most, D] in blocks [BK, 256]
     out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
     low,  # descriptor of [W, D] int8 in the same blocks, or None: where there is one chunk only
+    factors,  # descriptor of [most, 16] in blocks [BK, 16]: the factor of each row in parts; or None
+    d_bias,  # [W] float32, added to: the sums over the rows of dz times their factors; or None
     normalise,
     class_weight,
     class_row,
@@ -147,6 +205,9 @@ def d_weight_together_kernel(
     gl.static_assert(BK == PIECE)
     dz_tiles = gl.allocate_shared_memory(dz.dtype, [2 * STAGES, BK, BLOCK // 2], dz.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BK, WIDTH], x.layout)
+    factor_tiles = x_tiles  # which is not looked at
+    if factors is not None:
+        factor_tiles = gl.allocate_shared_memory(factors.dtype, [STAGES, BK, NARROW], factors.layout)
     uppers = seen_as(x_tiles, out, PIECES * STAGES)
     lowers = uppers  # which is not looked at
     if low is not None:
@@ -157,16 +218,18 @@ def d_weight_together_kernel(
     gl.warp_specialize(
         [
             (_add, (
-                out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab,
-                hidden, programs, dz_tiles, x_tiles, uppers, lowers, full, empty, lead, 0, BK, GROUP, STAGES, ROWS,
+                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, lowers, full, empty, lead, 0, BK,
+                GROUP, STAGES, ROWS,
             )),
             (_add, (
-                out, low, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab,
-                hidden, programs, dz_tiles, x_tiles, uppers, lowers, full, empty, lead, 1, BK, GROUP, STAGES, ROWS,
+                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, lowers, full, empty, lead, 1, BK,
+                GROUP, STAGES, ROWS,
             )),
             (_load, (
-                dz, x, out, low, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, uppers, lowers, full,
-                empty, BK, GROUP, STAGES, ROWS,
+                dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles,
+                uppers, lowers, full, empty, BK, GROUP, STAGES, ROWS,
             )),
         ],
         [4, 1],
