@@ -545,7 +545,8 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
         hopper.MOST_EXPONENTIALS_BYTES = chunk * vocab * dtype.itemsize
         hopper.WINDOW_BYTES = chunk * vocab * dtype.itemsize
         options = {"bias": True, "class_weight": True, "class_sum": True}
-        for hidden in (256, 2064) if HAS_GPU else (16,):
+        # The larger takes kernels of its own on a GPU, of 16-bit operands.
+        for hidden in ((256, 2064) if dtype != torch.float32 else (256,)) if HAS_GPU else (16,):
             check_gradients(problem(rows, hidden, vocab, dtype, **options))
             check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, indexed=2, **options))
             check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
