@@ -42,6 +42,12 @@ class Head:
     axis: int = -1
     order: tuple[int, ...] | None = None
 
+    def of(self, **operands: Handle | None) -> Head:
+        """The same with other operands, in a quarter of the time of ``replace``: one is made each time logits wait."""
+        made = object.__new__(Head)
+        made.__dict__.update(self.__dict__, **operands)
+        return made
+
     def shares_classes_with(self, other: Head) -> bool:
         """Whether it is the same projection, perhaps of other hidden states."""
         same = self.weight is other.weight and self.bias is other.bias

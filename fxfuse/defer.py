@@ -15,7 +15,7 @@ from .algebra import Head, Logits
 from .deferred import DeferredLogits, describe
 from .eager import dense, pull_back
 from .lazy import Origin, State
-from .operands import Operands
+from .operands import Operands, Trained
 from .report.chain import Way
 from .report.records import Site, journal
 from .report.source import caller
@@ -35,6 +35,7 @@ class _Projection(torch.autograd.Function):
         value: Logits,
         layout: Layout | None,
         origin: Origin,
+        trained: Trained,
     ) -> DeferredLogits:
         # What eager's linear keeps: either operand for the other's gradient. A transform's slope needs the logits.
         needs_input, needs_weight, *_ = ctx.needs_input_grad
@@ -45,16 +46,17 @@ class _Projection(torch.autograd.Function):
             bias if needs_all else None,
         )
         ctx.value = value
+        ctx.trained = trained  # for what is computed of the operands directly
         ctx.set_materialize_grads(False)
         return _made(value, layout, origin, input.device)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
-            return (None,) * 6
+            return (None,) * 7
         input, weight, bias = ctx.saved_tensors
-        head = replace(ctx.value.head, input=input, weight=weight, bias=bias)
-        return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), None, None, None
+        head = ctx.value.head.of(input=input, weight=weight, bias=bias)
+        return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), *(None,) * 4
 
 
 def _made(value: Logits, layout: Layout | None, origin: Origin, device: torch.device) -> DeferredLogits:
@@ -108,9 +110,12 @@ def defer(
         )
         origin = Origin(site, operands, memory, weight, bypassed=bypassed, way=way)
         if value.requires_grad:
-            made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin)
+            trained = Trained(head)
+            operands.trained_by(trained)
+            made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin, trained)
         else:
             made = _made(value, layout, origin, head.input.device)
     with torch._C.DisableTorchFunctionSubclass():
         describe(made, replace(value, head=operands.head, requires_grad=made.requires_grad))
+        operands.are_of(size, made._deferred.memory.owner)
     return made

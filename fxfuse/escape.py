@@ -243,7 +243,7 @@ def restored(
             value = escape.value
             input = at(escape.input)
             assert input is not None
-            head = replace(value.head, input=input, weight=at(escape.weight), bias=at(escape.bias))
+            head = value.head.of(input=input, weight=at(escape.weight), bias=at(escape.bias))
             shape = *input.shape[:-1], head.vocab
             if not (known and shape == value.shape):
                 value = replace(value, shape=shape)

@@ -11,7 +11,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,11 +69,45 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
+class Trained:
+    """The operands of logits as autograd knows them.
+
+    It is the graph that keeps this, so that logits which were detached from it do not keep the graph, with all that was
+    saved for the backward of the hidden states.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.originals = _operands_of(head)
+        self._known_to_autograd = self._to_autograd()
+        # Those that require no gradient now will not get one later.
+        cut_off = _cut_off(self.originals)
+        self.head = head.of(**cut_off) if cut_off else head
+
+    def lead_where_they_did(self) -> bool:
+        """Whether gradients to the operands go where eager's do: to what these were made of, and whether any did, then.
+
+        A parameter may have been frozen since, or hidden states detached in place.
+        """
+        return self._to_autograd() == self._known_to_autograd
+
+    def _to_autograd(self) -> list[tuple[bool, Any]]:
+        return [(t.requires_grad, t.grad_fn if t.requires_grad else None) for t in self.originals.values()]
+
+
+def _operands_of(head: Head) -> dict[str, Any]:
+    return {name: t for name in ("input", "weight", "bias") if (t := getattr(head, name)) is not None}
+
+
+def _cut_off(operands: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.detach() for name, t in operands.items() if not t.requires_grad}
+
+
 class Operands:
     """A head with the seals of its operands. Equal only to itself.
 
     Attributes:
-        head: the operands; those that required no gradient then will not get one now.
+        head: the operands, for values: no gradient flows to the hidden states.
+        size: the bytes of the logits.
     """
 
     def __init__(self, head: Head, exposed: bool, where: str, on_copy: Callable[[int], None]) -> None:
@@ -87,14 +120,15 @@ class Operands:
         """
         self._on_copy = on_copy
         self._where = where
-        self._originals = {name: getattr(head, name) for name in ("input", "weight", "bias")}
-        self._copies: dict[str, Tensor] = {"input": head.input.detach().clone()} if exposed else {}
-        self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in self._originals.items() if t is not None}
-        self._known_to_autograd = self._to_autograd()
-        cut_off: dict[str, Any] = {
-            name: t.detach() for name, t in self._originals.items() if t is not None and not t.requires_grad
-        }
-        self.head = replace(head, **cut_off) if cut_off else head
+        self._originals = _operands_of(head)
+        self._originals["input"] = head.input.detach()
+        self.head = head.of(**_cut_off(self._originals))
+        self._trained: weakref.ref[Trained] | None = None
+        self._exposed: dict[str, Tensor] = {"input": self.head.input.clone()} if exposed else {}
+        self._copies = dict(self._exposed)
+        self._logits: weakref.ref[Any] | None = None
+        self.size = 0
+        self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in self._originals.items()}
         _watch.begin()
         with _lock:
             _unread.add(self)
@@ -109,7 +143,7 @@ class Operands:
         for name, how in self._broken():
             raise errors.stale_logits(name, how, self._where)
         copies: dict[str, Any] = self._copies
-        return replace(self.head, **copies)
+        return self.head.of(**copies)
 
     def are_stale(self) -> bool:
         """Whether the logits cannot be computed any more."""
@@ -117,38 +151,69 @@ class Operands:
 
     def _broken(self) -> Iterator[tuple[str, str]]:
         """The operands that are not what they were, and of which there is no copy, and how."""
+        originals = self._as_others_have_them()
         for name, seal in self._seals.items():
-            how = "" if name in self._copies else seal.broken(self._originals[name])
+            how = "" if name in self._copies else seal.broken(originals[name])
             if how:
                 yield name, how
 
+    def _as_others_have_them(self) -> dict[str, Any]:
+        """The operands, of which the memory may have been replaced; of the hidden states only while gradients flow."""
+        trained = self._are_trained()
+        return self._originals if trained is None else trained.originals
+
+    def _are_trained(self) -> Trained | None:
+        return None if self._trained is None else self._trained()
+
     def are_copied(self) -> bool:
         """Whether an operand was changed and there is a copy of it, through which no gradient flows."""
-        return any(self._seals[name].broken(self._originals[name]) for name in self._copies)
+        originals = self._as_others_have_them()
+        return any(self._seals[name].broken(originals[name]) for name in self._copies)
 
-    def lead_where_they_did(self) -> bool:
-        """Whether gradients to the operands go where eager's do: to what these were made of, and whether any did, then.
+    def trained_by(self, trained: Trained) -> None:
+        """These are the operands for gradients too, as long as something keeps ``trained``."""
+        self._trained = weakref.ref(trained)
 
-        A parameter may have been frozen since, or hidden states detached in place.
-        """
-        return self._to_autograd() == self._known_to_autograd
+    def for_gradients(self) -> Head | None:
+        """The head through which gradients flow where eager's do; None if they cannot any more."""
+        trained = self._are_trained()
+        if trained is None:  # none do: what requires one began to after it was detached
+            return self.head
+        return trained.head if trained.lead_where_they_did() else None
 
-    def _to_autograd(self) -> list[tuple[bool, Any]]:
-        operands = (t for t in self._originals.values() if t is not None)
-        return [(t.requires_grad, t.grad_fn if t.requires_grad else None) for t in operands]
+    def are_of(self, size: int, logits: weakref.ref[Any]) -> None:
+        """Their logits have so many bytes, and are what the ``logits``' method ``read`` computes."""
+        self.size, self._logits = size, logits
+
+    def are_detached(self) -> bool:
+        """Whether no gradient can come to the logits that there are."""
+        return self._are_trained() is None
+
+    def read(self) -> bool:
+        """Compute the logits; False if nobody has them any more."""
+        logits = None if self._logits is None else self._logits()
+        if logits is not None:
+            logits.read()
+        return logits is not None
 
     def are_read(self) -> None:
-        """From now on the logits exist: no copy is needed."""
+        """From now on the logits exist: no copy is needed, but of what others may write to."""
         with _lock:
             _unread.discard(self)
+            self._copies = dict(self._exposed)
 
     def are_wanted(self) -> None:
         """Undo ``are_read``: something will have to be computed from them again."""
         with _lock:
             _unread.add(self)
 
+    def weight_to_keep(self, storages: set[int | None]) -> Tensor | None:
+        """The weight, or the copy of it, if it lies in ``storages``, which are about to change."""
+        weight = self._originals["weight"]
+        return self._copies.get("weight", weight) if compat.storage(weight) in storages else None
+
     def keep(self, storages: set[int | None], copies: dict[int, Tensor]) -> None:
-        """Copy the operands that lie in ``storages``, which are about to change."""
+        """Copy the operands that lie in ``storages``."""
         for name, seal in self._seals.items():
             tensor = self._originals[name]
             if name in self._copies or compat.storage(tensor) not in storages or seal.broken(tensor):
@@ -189,8 +254,28 @@ def _copy(optimizer: torch.optim.Optimizer) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     storages = {compat.storage(p) for p in parameters}
     copies: dict[int, Tensor] = {}
-    for operands in waiting:
+    for operands in _without_small(waiting, storages):
         operands.keep(storages, copies)
+
+
+def _without_small(waiting: list[Operands], storages: set[int | None]) -> list[Operands]:
+    """The same without those whose logits were detached and take no more memory than a copy: these are computed.
+
+    Such are kept to be read later, step after step perhaps, each of which would have a copy of the weight.
+    """
+    users: dict[int, list[Operands]] = {}
+    sizes: dict[int, int] = {}
+    for operands in waiting:
+        weight = operands.weight_to_keep(storages)
+        if weight is not None:
+            users.setdefault(id(weight), []).append(operands)
+            sizes[id(weight)] = weight.nbytes
+    computed: set[Operands] = set()
+    for key, some in users.items():
+        small = sum(one.size for one in some) <= sizes[key] and all(map(Operands.are_detached, some))
+        if small and not any(map(Operands.are_stale, some)):
+            computed.update(one for one in some if one.read())
+    return [operands for operands in waiting if operands not in computed]
 
 
 class _Watch:

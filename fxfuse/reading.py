@@ -43,9 +43,9 @@ def heads_for(states: list[State], call: Call, readers: tuple[Reader, ...]) -> F
             raise
         if trained and operands.are_copied():
             call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
-        if trained and not operands.lead_where_they_did():
+        now = operands.for_gradients() if trained else as_they_were
+        if now is None:
             call.keep("operand_mutated", "a change of what requires a gradient")
-        now = operands.head if trained else as_they_were
         found[head] = origins[head], _saveable(now) if requires_grad else now
     return found
 

@@ -1012,6 +1012,87 @@ def test_a_step_copies_once_and_only_while_something_is_unread() -> None:
     assert copies() == before + 1
 
 
+def _weights(like: Tensor) -> int:
+    gc.collect()
+    of_shape = (t for t in gc.get_objects() if isinstance(t, Tensor) and t.shape == like.shape)
+    return len({t.untyped_storage().data_ptr() for t in of_shape})
+
+
+def test_a_copy_goes_when_the_logits_are_there() -> None:
+    s = DeferredWorld.make()
+    expected = s.w.detach().clone() @ s.x[0, 0].detach()
+    before = _weights(s.w)
+    z = s.z
+    ce(z, s.y).backward()
+    torch.optim.SGD([s.w], lr=0.1).step()
+    s.w.grad = None
+    assert _weights(s.w) - before == 1
+    z.sum()
+    assert _weights(s.w) - before == 0
+    torch.testing.assert_close(z[0, 0].detach() + 0, expected)
+    # What is computed of them later is of the values, and a backward complains as after eager's step.
+    torch.testing.assert_close(z.detach()[0, 0].logsumexp(-1), expected.logsumexp(-1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        ce(z, s.y).backward()
+
+
+def test_detached_logits_that_are_smaller_than_the_weight_have_no_copy_each() -> None:
+    """Step after step, of those that a program keeps; those that gradients may come to have one meanwhile."""
+
+    def program(s: World) -> tuple[list[Tensor], int]:
+        optimizer = torch.optim.SGD([s.w], lr=0.1)
+        kept = []
+        before = _weights(s.w)
+        for _ in range(5):
+            z = s.project(s.x[0, :2], s.w)
+            ce(z, s.y[0, :2]).backward()
+            kept.append(z.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            del z
+        return kept, _weights(s.w) - before
+
+    worlds = DeferredWorld.make(), World.make()  # which live until all is counted
+    (actual, copies), (expected, none) = map(program, worlds)
+    assert none == 0 and copies == 1
+    torch.testing.assert_close([z + 0 for z in actual], expected)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_detached_logits_do_not_keep_the_graph(read: bool) -> None:
+    saved: list[weakref.ref[Tensor]] = []
+
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            kept = x + 1
+            ctx.save_for_backward(kept)
+            saved.append(weakref.ref(kept))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g
+
+    s = DeferredWorld.make()
+    z = s.project(Saving.apply(s.x), s.w, s.b)
+    kept = z.detach()
+    if read:
+        kept.sum()
+    gc.collect()
+    assert saved[0]() is not None
+    (grad,) = torch.autograd.grad(ce(z, s.y), s.x, retain_graph=True)
+    torch.testing.assert_close(grad, torch.autograd.grad(ce((e := World.make()).zb, e.y), e.x)[0])
+    del z
+    gc.collect()
+    assert saved[0]() is None and type(kept) is DeferredLogits
+    torch.testing.assert_close(kept + 0, World.make().zb.detach())
+    scale = torch.tensor(0.5, dtype=kept.dtype, requires_grad=True)  # a gradient that begins after it
+    with dense_reads() as reads:
+        ce(s.zb.detach() * scale, s.y).backward()
+    assert not reads and scale.grad is not None
+
+
 def test_a_backward_after_a_step_complains_as_eager_does() -> None:
     for world in (World.make(), DeferredWorld.make()):
         world.w.grad = torch.ones_like(world.w)
