@@ -77,8 +77,6 @@ def three_times() -> Iterator[None]:
 
     def thrice(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            if args[0].rows > tape.MOST_ROWS:
-                return op(*args)
             tape._tapes.clear()
             results = op(*args), op(*copied(args)), op(*copied(args))
             assert all(isinstance(made, tape.Tape) for made in tape._tapes.values()), f"{name} is on no tape"
@@ -93,6 +91,7 @@ def three_times() -> Iterator[None]:
 
     ops = "linear_stats", "linear_stats_backward", "linear_loss", "loss_and_exponentials", "kept_gradients"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(tape, "MOST_STEPS", 1 << 20))
         for name in ops:
             stack.enter_context(mock.patch.object(hopper, name, thrice(name, getattr(hopper, name))))
         yield

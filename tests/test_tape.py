@@ -123,11 +123,38 @@ def test_what_a_tape_cannot_hold(untaped: Any) -> None:
     assert list(tape._tapes.values()) == [6]  # calls that were counted, and no tape
 
 
-def test_more_rows_than_are_worth_it() -> None:
+def test_more_steps_than_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "MOST_STEPS", 3)
     steps = Steps()
     for count in range(1, 5):
-        steps.check(*operands(tape.MOST_ROWS + 1), 2.5, count=count)
-    assert not tape._tapes
+        steps.check(*operands(), 2.5, count=count)
+    assert list(tape._tapes.values()) == [4]
+
+
+def test_memory_is_free_once_nothing_needs_it() -> None:
+    alive: list[int] = []
+
+    def op(x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = x + 1
+        for _ in range(6):
+            x = x * 2
+        return kept, x.view(-1)
+
+    played = tape.replayed(op)
+    for _ in range(3):
+        played(torch.randn(5))
+    (made,) = tape._tapes.values()
+    assert isinstance(made, tape.Tape)
+    for step in made.steps:
+        play = step.play
+        step.play = lambda values, on, play=play: (  # type: ignore[method-assign]
+            alive.append(sum(isinstance(v, Tensor) for v in values)),
+            play(values, on),
+        )[1]
+    x = torch.randn(5)
+    assert torch.equal(played(x)[1], x * 64)
+    # Before each step: what is given; what is kept beside it; then that and the last product.
+    assert alive == [1, 2, *[2] * 6]
 
 
 def test_so_many_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +178,7 @@ class Doubled:
     def numbers(self, place: Any, count: int) -> Any:
         return place[:count]
 
-    def launch(self, grid: tuple[int, ...], args: Any) -> None:
+    def launch(self, grid: tuple[int, ...], args: Any, on: int | None = None) -> None:
         source, target, count = args
         with launcher.compat.disable_dispatch_modes():
             self.numbers(target, count)[:] = 2 * self.numbers(source, count)

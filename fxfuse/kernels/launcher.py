@@ -46,8 +46,8 @@ class _NotCompiled(Exception):
 
 
 class Launchable(Protocol):
-    def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
-        """Launch it with such arguments, tensors as ``place`` has them."""
+    def launch(self, grid: tuple[int, ...], args: Sequence[Any], on: int | None = None) -> None:
+        """Launch it with such arguments, tensors as ``place`` has them; ``on`` is what ``stream`` gives."""
 
     def place(self, tensor: Tensor, offset: int = 0) -> Any:
         """What is to a kernel a tensor, or one that begins so many bytes later, if it ``by_address``."""
@@ -65,14 +65,13 @@ class _Compiled(NamedTuple):
     constants: tuple[Any, ...]  # the arguments for the kernel's constants, which are last
     by_address: bool = True
 
-    def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+    def launch(self, grid: tuple[int, ...], args: Sequence[Any], on: int | None = None) -> None:
         grid += (1,) * (3 - len(grid))
-        if _hooks():
+        on = stream() if on is None else on
+        if on is None:
             self.kernel[grid](*args, *self.constants)
-            return
-        device = driver.active
-        stream = device.get_current_stream(device.get_current_device())
-        self.run(*grid, stream, self.function, self.metadata, None, None, None, *args, *self.constants)
+        else:
+            self.run(*grid, on, self.function, self.metadata, None, None, None, *args, *self.constants)
 
     def place(self, tensor: Tensor, offset: int = 0) -> int:
         return tensor.data_ptr() + offset  # of a tensor itself Triton would ask CUDA whether it has the memory
@@ -83,7 +82,7 @@ class _Interpreted(NamedTuple):
     constants: dict[str, Any]
     by_address: bool = False
 
-    def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+    def launch(self, grid: tuple[int, ...], args: Sequence[Any], on: int | None = None) -> None:
         with compat.disable_dispatch_modes():  # the interpreter calls PyTorch
             self.kernel[grid](*args, **self.constants)
 
@@ -148,10 +147,13 @@ def is_nested() -> bool:
     return _listener.get() is not None or _mode.get() != ""
 
 
-def _hooks() -> bool:
-    """Whether somebody, a profiler say, has asked Triton to be told of launches."""
+def stream() -> int | None:
+    """The current stream; None if somebody, a profiler say, has asked Triton to be told of launches."""
     before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+    if getattr(before, "calls", before) or getattr(after, "calls", after):
+        return None
+    device = driver.active
+    return device.get_current_stream(device.get_current_device())
 
 
 def compiled_together(op: Callable[..., R]) -> Callable[..., R]:

@@ -1,9 +1,10 @@
 """Doing again what an op did, without finding out anew what that is.
 
 What an op launches follows from the sizes, strides, alignment and dtypes of its operands and from its options, and from
-no value: nothing waits for the device. For few rows, finding it out takes the host longer than the device takes. So the
-second of several calls that look alike is put on a tape, all its launches and calls of PyTorch with the places of their
-arguments among the values so far, and those after it play the tape.
+no value: nothing waits for the device. For few rows, finding it out takes the host longer than the device takes; for
+many, the device waits for the first launches if it was idle. So the second of several calls that look alike is put on a
+tape, all its launches and calls of PyTorch with the places of their arguments among the values so far, and those after
+it play the tape.
 
 An op that does anything else than launch kernels, through ``launcher``, and call PyTorch on tensors must not be played.
 What a tape cannot hold, it is not made of: a value that the host reads, a tensor that is not of the call's own, a
@@ -24,9 +25,9 @@ from . import launcher, tiles
 
 R = TypeVar("R")
 
-# With more rows the device takes longer than the host, and a tape keeps all memory until its end.
-MOST_ROWS = 1024
-MOST_TAPES = 256
+# Of a tape, some 2 KB each; what has more keeps the device busy.
+MOST_STEPS = 512
+MOST_TAPES = 128
 ATTEMPTS = 3
 # Of memory that is allocated together: bytes of one tensor, and what each begins at a multiple of.
 MOST_POOLED, ALIGNMENT = 1 << 20, 512
@@ -37,22 +38,22 @@ _tapes: dict[Hashable, Tape | int] = {}  # or calls so far
 def replayed(op: Callable[..., R]) -> Callable[..., R]:
     """``op``, whose later calls are played from a tape.
 
-    Its arguments are tensors, the first one by rows, and what is hashed by value; tuples of these; and objects whose
-    ``leaves`` are a tuple of these.
+    Its arguments are tensors, the first leaf among them, and what is hashed by value; tuples of these; and objects
+    whose ``leaves`` are a tuple of these.
     """
 
     @functools.wraps(op)
     def played(*args: Any) -> R:
-        leaves = _leaves(args)
-        if leaves[0].shape[:1] > (MOST_ROWS,) or launcher.is_nested():
+        if launcher.is_nested():
             return op(*args)
+        leaves = _leaves(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = (op, tiles.dot_precision(leaves[0].dtype), *map(_look, leaves))
         found = _tapes.get(key, 0)
         if isinstance(found, Tape):
             return found.play(tensors)
         if found == 0 and len(_tapes) >= MOST_TAPES:
-            _tapes.clear()
+            del _tapes[next(iter(_tapes))]  # the oldest
         _tapes[key] = found + 1
         if not 0 < found <= ATTEMPTS:  # the first call compiles
             return op(*args)
@@ -105,8 +106,8 @@ class _Step(Protocol):
     def needs_tensors(self) -> set[int]:
         """Of those, the ones that are more than addresses to it."""
 
-    def play(self, values: list[Any]) -> None:
-        """Do it, with the values before it, and put down its own."""
+    def play(self, values: list[Any], stream: int | None) -> None:
+        """Do it, with the values before it, and put down its own; ``stream`` is of ``launcher.stream``."""
 
 
 class _Called:
@@ -123,7 +124,7 @@ class _Called:
 
     needs_tensors = needs
 
-    def play(self, values: list[Any]) -> None:
+    def play(self, values: list[Any], stream: int | None) -> None:
         args = self.args.copy()
         for i, at in self.places:
             args[i] = values[at]
@@ -137,7 +138,7 @@ class _Called:
 class _Launched:
     """A launch, of tensors that begin so many bytes after what is at a place."""
 
-    results = range(-1, -1)
+    results = range(0)
     allocates = False
 
     def __init__(self, kernel: launcher.Launchable, grid: tuple[int, ...], args: list[Any]) -> None:
@@ -151,13 +152,13 @@ class _Launched:
     def needs_tensors(self) -> set[int]:
         return {at for _, at in self.described} if self.kernel.by_address else self.needs()
 
-    def play(self, values: list[Any]) -> None:
-        args = self.args.copy()
+    def play(self, values: list[Any], stream: int | None) -> None:
+        args, place = self.args.copy(), self.kernel.place
         for i, at, offset in self.places:
-            args[i] = self.kernel.place(values[at], offset)
+            args[i] = place(values[at], offset)
         for i, at in self.described:
             args[i] = _based(args[i], values[at])
-        self.kernel.launch(self.grid, args)
+        self.kernel.launch(self.grid, args, stream)
 
 
 class _Address(NamedTuple):
@@ -178,12 +179,26 @@ class Tape:
     def __init__(self, steps: list[_Step], result: Any, values: list[Tensor]) -> None:
         self.result, self.values = result, len(values)
         self.steps = _pooled(_without_views(steps, _places(result)), _places(result), values)
+        self.dead = _dead(self.steps, _places(result))
 
     def play(self, tensors: list[Tensor]) -> Any:
         values = [*tensors, *[None] * (self.values + 1 - len(tensors))]
-        for step in self.steps:
-            step.play(values)
+        stream = launcher.stream() if torch.cuda.is_initialized() else None
+        for step, dead in zip(self.steps, self.dead, strict=True):
+            step.play(values, stream)
+            for at in dead:
+                values[at] = None
         return _filled(self.result, values)
+
+
+def _dead(steps: list[_Step], needed: set[int]) -> list[set[int]]:
+    """After each step, the values that nothing needs any more, so that their memory is free for others."""
+    dead: list[set[int]] = []
+    for step in reversed(steps):
+        own = step.needs() | set(step.results)
+        dead.insert(0, own - needed)
+        needed = needed | own
+    return dead
 
 
 def _without_views(steps: list[_Step], needed: set[int]) -> list[_Step]:
@@ -254,7 +269,7 @@ class _Recorder(TorchDispatchMode):
 
     def tape(self, result: Any) -> Tape | None:
         template = self._template(result)
-        return Tape(self.steps, template, self.values) if self.whole else None
+        return Tape(self.steps, template, self.values) if self.whole and len(self.steps) <= MOST_STEPS else None
 
     def _add(self, tensor: Tensor, base: Tensor | None = None) -> None:
         address = _Address(len(self.values), 0)
