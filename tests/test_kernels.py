@@ -1016,6 +1016,34 @@ def lists_of_rows() -> None:
             assert torch.equal(order, F.pad(want, (0, rows - len(want))).int())
 
 
+@case(routes=("described",))
+def classes_of_rows() -> None:
+    rows, vocab = 700, 90
+    p = problem(rows, 16, vocab, torch.float16, idle=0.3)
+    call = cuda._Head.of(*p.operands, "").call()
+    length = int(call.listed_by_coefficients(cuda._Upstream(*p.upstream))[0].length)
+    assert 2 * 128 < length < rows
+    for most_ranked in (0, 8192):  # a sort of the library; one row with all others
+        with mock.patch("fxfuse.kernels.hopper.launch.products.MOST_RANKED", most_ranked):
+            cut = call.cut(call.listed_by_coefficients(cuda._Upstream(*p.upstream))[0], 256)
+            found = call.classes(cut)
+        chunks = -(-length // cut.most)
+        step = -(-length // chunks // call.row_block) * call.row_block
+        assert chunks > 1
+        for chunk, listed in enumerate(cut.order[:length].split(step)):
+            label = torch.where(p.index[listed, 0] >= 0, p.index[listed, 0], vocab)
+            keys, position = (chunk * (vocab + 1) + label).sort(stable=True)
+            at = slice(chunk * step, chunk * step + len(listed))
+            assert torch.equal(found.keys[at], keys.to(found.keys.dtype))
+            assert torch.equal(found.sources[at], listed[position])
+            if chunk == 0:
+                slots = torch.full_like(found.slots, -1)
+                for slot in reversed(range(len(keys))):
+                    if keys[slot] < vocab:
+                        slots[keys[slot]] = slot
+                assert torch.equal(found.slots, slots)
+
+
 @case()
 def clean_indices() -> None:
     from fxfuse.kernels.index import clean

@@ -113,8 +113,6 @@ class _Gradients:
                 rows, chunk, everything, e, sums[0], parts, True, True, k.factor, made.undo, made.rank_one, k.own
             )
         if self.need_weight:
-            if classes is not None:
-                call.place_classes(rows, chunk, classes)
             call.add_weight(
                 rows, chunk, everything, e, k.gathered, sums[1], made.undo, made.weight_row, classes, d_bias, k.factor
             )

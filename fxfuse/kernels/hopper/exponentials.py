@@ -170,14 +170,19 @@ def finish_kernel(
     tl.store(factor + row, v)
 
     bad = tl.where(usable, 0, there.to(tl.int32))
-    slot = tl.atomic_add(bad_length, tl.sum(bad, 0)) + tl.cumsum(bad, 0) - bad
-    tl.store(bad_order + slot, source.to(tl.int32), mask=bad != 0)
-    tl.store(bad_row + slot, row, mask=bad != 0)
+    count = tl.sum(bad, 0)
+    if count > 0:  # or nothing is waited for
+        slot = tl.atomic_add(bad_length, count) + tl.cumsum(bad, 0) - bad
+        tl.store(bad_order + slot, source.to(tl.int32), mask=bad != 0)
+        tl.store(bad_row + slot, row, mask=bad != 0)
+        for first in range(0, hidden, BLOCK_HIDDEN):
+            d = first + tl.arange(0, BLOCK_HIDDEN)
+            mask = (bad != 0)[:, None] & (d < hidden)[None, :]
+            x = tl.load(gathered + row.to(tl.int64)[:, None] * hidden + d[None, :], mask=mask, other=0.0)
+            tl.store(bad_gathered + slot.to(tl.int64)[:, None] * hidden + d[None, :], x, mask=mask)
     for first in range(0, hidden, BLOCK_HIDDEN):
         d = first + tl.arange(0, BLOCK_HIDDEN)
         inside = (d < hidden)[None, :]
         at = row.to(tl.int64)[:, None] * hidden + d[None, :]
         x = tl.load(gathered + at, mask=inside, other=0.0)
         tl.store(gathered + at, (x.to(tl.float32) * v[:, None]).to(x.dtype), mask=inside)
-        to = slot.to(tl.int64)[:, None] * hidden + d[None, :]
-        tl.store(bad_gathered + to, x, mask=inside & (bad != 0)[:, None])

@@ -401,6 +401,42 @@ def keys_kernel(
     tl.store(keys + at, tl.where(at < total, key, LARGEST).to(keys.dtype.element_ty), mask=at < rows)
 
 
+@triton.jit(do_not_specialize=["most"])
+def ranks_kernel(
+    keys,  # [N] of ``keys_kernel``
+    order,  # [N] int32
+    length,  # [1] int32
+    ranked,  # [N], out: the keys, ascending
+    source,  # [N] int32, out: the row of N that each is of
+    most,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sort each chunk's rows by key, equal ones as listed: a row comes after as many as are to be before it.
+
+    Every row meets all of its chunk, which for chunks of thousands takes less time than the launches of a sort.
+    """
+    total = tl.load(length)
+    _, step = chunk_bounds(total, 0, most, ROWS)
+    first = tl.program_id(0) * BLOCK  # a chunk begins with a block
+    if first >= total:
+        return
+    begin = first // step * step
+    at = first + tl.arange(0, BLOCK)
+    key = tl.load(keys + at, mask=at < total, other=0)
+    before = tl.zeros((BLOCK, WIDE), tl.int32)
+    for start in range(begin, tl.minimum(begin + step, total), WIDE):
+        other = start + tl.arange(0, WIDE)
+        inside = other < tl.minimum(begin + step, total)
+        less = tl.load(keys + other, mask=inside, other=0)[None, :] - key[:, None]
+        sooner = (less < 0) | ((less == 0) & (other[None, :] < at[:, None]))
+        before += (sooner & inside[None, :]).to(tl.int32)
+    to = begin + tl.sum(before, 1)
+    tl.store(ranked + to, key, mask=at < total)
+    tl.store(source + to, tl.load(order + at, mask=at < total, other=0), mask=at < total)
+
+
 @triton.jit
 def _first_of_class(keys, start, slot, chunk, vocab, there):
     """(the key, the class) of the sorted row ``slot`` of a chunk, and whether it is the first row of a class."""
@@ -410,32 +446,38 @@ def _first_of_class(keys, start, slot, chunk, vocab, there):
     return key, label, there & (label < vocab) & (key != before)
 
 
+@triton.jit
+def _place_classes(keys, count, slots, slot, chunk, most, vocab, ROWS: tl.constexpr):
+    """Give the classes of a chunk that begin at the sorted rows ``slot`` their slots: chunk * most + that row."""
+    start, rows = chunk_bounds(count, chunk, most, ROWS)
+    _, label, is_first = _first_of_class(keys, start, slot, chunk, vocab, slot < rows)
+    tl.store(slots + label, chunk * most + slot, mask=is_first)
+
+
 @triton.jit(do_not_specialize=["chunk", "most"])
 def slots_kernel(
     keys,  # [N], of ``keys_kernel``, ascending
     length,  # [1] int32
-    slots,  # [V] int32, out: chunk * most + the sorted row that is a class's first
+    slots,  # [V] int32, out
     chunk,
     most,
     vocab,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _, label, is_first = _first_of_class(keys, start, slot, chunk, vocab, slot < rows)
-    tl.store(slots + label, chunk * most + slot, mask=is_first)
+    _place_classes(keys, tl.load(length), slots, slot, chunk, most, vocab, ROWS)
 
 
 @triton.jit(do_not_specialize=["chunk", "most"])
 def own_classes_kernel(
     keys,  # [N], of ``keys_kernel``, ascending
-    position,  # [N] int64: where in the list each row is
-    order,  # [N] int32
+    sources,  # [N] int32: the row of N that each is of
     length,  # [1] int32
     own,  # [N] float32
     x,  # [N, D]
     rows_of_classes,  # [most, D] float32: the sums of each class so far, at its slot
+    slots,  # [V] int32, out: of the next chunk
     out,  # [V, D], out; or None
     low,  # [V, D] int8, out; or None
     d_bias,  # [V] float32, added to; or None
@@ -449,41 +491,51 @@ def own_classes_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add ``own`` times hidden states to the classes of a chunk's rows, rows of the same class in the list's order."""
+    """Add ``own`` times hidden states to the classes of a chunk's rows, rows of the same class in the list's order.
+
+    The product that needed this chunk's slots is done, so the next chunk's take their place.
+    """
     count = tl.load(length)
     start, rows = chunk_bounds(count, chunk, most, ROWS)
     slot = tl.program_id(0)
+    source = tl.load(sources + start + slot, mask=slot < rows, other=0).to(tl.int64)
     key, label, is_first = _first_of_class(keys, start, slot, chunk, vocab, slot < rows)
+    _place_classes(keys, count, slots, slot, chunk + 1, most, vocab, ROWS)
     if not is_first:
         return
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK_ENTRIES, BLOCK), tl.float32)
-    total_bias = tl.zeros((BLOCK_ENTRIES,), tl.float32)
-    first = slot
-    found = BLOCK_ENTRIES
-    while found == BLOCK_ENTRIES:
-        at = first + tl.arange(0, BLOCK_ENTRIES)
-        same = tl.load(keys + start + at, mask=at < rows, other=-1) == key
-        listed = tl.load(position + start + at, mask=same, other=0)
-        source = tl.load(order + listed, mask=same, other=0).to(tl.int64)
-        g = tl.load(own + source, mask=same, other=0.0)
-        # A row that has nothing to give may hold a NaN.
-        inside = (same & (g != 0))[:, None] & (col < hidden)[None, :]
-        from_row = x + source[:, None] * x_row + col.to(tl.int64)[None, :] * x_col
-        total += tl.where(inside, g[:, None] * tl.load(from_row, mask=inside, other=0.0).to(tl.float32), 0.0)
-        total_bias += g
-        found = tl.sum(same.to(tl.int32), 0)
-        first += BLOCK_ENTRIES
+    there = col < hidden
+    # Most classes have one row: what those need is loaded at once.
+    g = tl.load(own + source)
+    total = _times(g, x + source * x_row + col.to(tl.int64) * x_col, there)
+    total_bias = g
     if out is not None:
-        there = col < hidden
-        value = tl.sum(total, 0) + tl.load(rows_of_classes + slot.to(tl.int64) * hidden + col, mask=there, other=0.0)
+        total += tl.load(rows_of_classes + slot.to(tl.int64) * hidden + col, mask=there, other=0.0)
+    more = slot + 1
+    while tl.load(keys + start + more, mask=more < rows, other=-1) == key:
+        at = more + tl.arange(0, BLOCK_ENTRIES)
+        same = tl.load(keys + start + at, mask=at < rows, other=-1) == key
+        others = tl.load(sources + start + at, mask=same, other=0).to(tl.int64)
+        of_others = tl.load(own + others, mask=same, other=0.0)
+        from_rows = x + others[:, None] * x_row + col.to(tl.int64)[None, :] * x_col
+        total += tl.sum(_times(of_others[:, None], from_rows, same[:, None] & there[None, :]), 0)
+        total_bias += tl.sum(of_others, 0)
+        more += BLOCK_ENTRIES
+    if out is not None:
         at = label * hidden + col
         if low is None:
-            tl.store(out + at, value.to(out.dtype.element_ty), mask=there)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
         else:
-            upper, lower = cut(value, chunk == last_chunk(count, most), out.dtype.element_ty)
+            upper, lower = cut(total, chunk == last_chunk(count, most), out.dtype.element_ty)
             tl.store(out + at, upper, mask=there)
             tl.store(low + at, lower, mask=there)
     if d_bias is not None:
         only = tl.program_id(1) == 0  # one program of the class
-        tl.store(d_bias + label, tl.load(d_bias + label, mask=only, other=0.0) + tl.sum(total_bias, 0), mask=only)
+        tl.store(d_bias + label, tl.load(d_bias + label, mask=only, other=0.0) + total_bias, mask=only)
+
+
+@triton.jit
+def _times(g, at, mask):
+    """``g`` times what is there; a row that has nothing to give may hold a NaN."""
+    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(g != 0, g * value, 0.0)

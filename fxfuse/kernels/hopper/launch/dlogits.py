@@ -60,7 +60,7 @@ class GradientsOfLogits(Statistics):
         launcher.launch(
             self.signature,
             finish_kernel,
-            (tiles.cdiv(rows.most, 16),),
+            (tiles.cdiv(rows.most, 8),),
             scratch,
             offset,
             self.index,
@@ -88,9 +88,9 @@ class GradientsOfLogits(Statistics):
             self.index.shape[1],
             columns,
             e.stride(0),
-            BLOCK_TILES=256,
-            BLOCK_ROWS=16,
-            BLOCK_HIDDEN=512,
+            BLOCK_TILES=512,
+            BLOCK_ROWS=8,
+            BLOCK_HIDDEN=1024,
             ROWS=self.row_block,
             num_warps=8,
         )

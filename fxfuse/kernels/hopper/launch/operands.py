@@ -60,7 +60,7 @@ class Classes(NamedTuple):
     """The classes that the listed rows are indexed with, whose sums for d_weight are finished apart."""
 
     keys: Tensor  # [N] int32 or int64: chunk and class of the listed rows, sorted
-    position: Tensor  # [N] int64: where in the list each is
+    sources: Tensor  # [N] int32: the row of N that each is of
     rows: Tensor  # [most, D] float32: sums of a chunk's classes
     slots: Tensor  # [V] int32: chunk * most + row
 

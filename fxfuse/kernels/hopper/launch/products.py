@@ -11,6 +11,9 @@ from ... import launcher, tiles
 from .. import products
 from .operands import Classes, Described, Rows, Sum, describe, pingpong
 
+# Rows of a chunk up to which comparing each with all takes less time than a sort.
+MOST_RANKED = 8192
+
 
 class Products(Described):
     def add_input(
@@ -187,7 +190,7 @@ class Products(Described):
         )
 
     def classes(self, rows: Rows) -> Classes:
-        """The classes of the listed rows, sorted by chunk and class."""
+        """The classes of the listed rows, sorted by chunk and class; those of the first chunk have their slots."""
         dtype = torch.int32 if rows.chunks * (self.vocab + 1) < 2**31 else torch.int64
         keys = self.empty(self.rows, dtype=dtype)
         launcher.launch(
@@ -195,9 +198,19 @@ class Products(Described):
             rows.length, keys, self.rows, rows.most, self.vocab, LARGEST=torch.iinfo(dtype).max, BLOCK=256,
             ROWS=self.row_block,
         )  # fmt: skip
-        keys, position = keys.sort(stable=True)
+        if rows.most <= MOST_RANKED:
+            ranked, sources = torch.empty_like(keys), torch.empty_like(rows.order)
+            launcher.launch(
+                (self.signature, dtype), products.ranks_kernel, (tiles.cdiv(self.rows, 16),), keys, rows.order,
+                rows.length, ranked, sources, rows.most, BLOCK=16, WIDE=256, ROWS=self.row_block,
+            )  # fmt: skip
+        else:
+            ranked, position = keys.sort(stable=True)
+            sources = rows.order.index_select(0, position)
         slots = torch.full((self.vocab,), -1, dtype=torch.int32, device=self.input.device)
-        return Classes(keys, position, self.empty(rows.most, self.hidden), slots)
+        classes = Classes(ranked, sources, self.empty(rows.most, self.hidden), slots)
+        self.place_classes(rows, 0, classes)
+        return classes
 
     def place_classes(self, rows: Rows, chunk: int, classes: Classes) -> None:
         """Give the classes of a chunk their slots."""
@@ -212,7 +225,7 @@ class Products(Described):
         """Add what gradients ``own [N, 1]`` of indexed logits give to d_weight, after the chunk's product, and d_bias.
 
         They are the large entries, and where a model is sure of them they nearly cancel the rest: what is added up is
-        rounded after that.
+        rounded after that. The next chunk's classes are given their slots.
         """
         block = min(1024, tiles.next_power_of_2(self.hidden))
         out, low = (None, None) if total is None else total
@@ -221,12 +234,12 @@ class Products(Described):
             products.own_classes_kernel,
             (rows.most, tiles.cdiv(self.hidden, block)),
             classes.keys,
-            classes.position,
-            rows.order,
+            classes.sources,
             rows.length,
             own,
             self.input,
             classes.rows,
+            classes.slots,
             out,
             low,
             d_bias,
