@@ -6,6 +6,7 @@ compiled is what would run, specialised the way Triton specialises a call (integ
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import pathlib
@@ -146,20 +147,25 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
 
 
 PRODUCTS, SPILLS = "HGMMA|HMMA|FFMA", "STL|LDL"
+MEMORY = r"\b(LDG|STG|LD|ST|RED|ATOM|ATOMG|LDGSTS|UTMALDG|UTMASTG)\b"
 
 
-def spills_in_product(cubin: bytes, folder: pathlib.Path) -> int:
+def disassembled(cubin: bytes, folder: pathlib.Path) -> list[tuple[str, str]]:
+    """(address, instruction) of each."""
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("it compiles; this Triton has no cuobjdump to look at it with")
+    (folder / "kernel.cubin").write_bytes(cubin)
+    text = subprocess.run([tool, "-sass", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)
+
+
+def spills_in_product(lines: list[tuple[str, str]]) -> int:
     """Accesses to spilled registers in every turn of the innermost loop that multiplies most.
 
     Where the loop over tiles is flattened into it, the end of a tile is a part of that loop which most turns jump over:
     that part does not count.
     """
-    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip("it compiles; this Triton has no cuobjdump to look for spills with")
-    (folder / "kernel.cubin").write_bytes(cubin)
-    text = subprocess.run([tool, "-sass", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)
     at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     loops, skipped = [], set()
     for i, (_, instruction) in enumerate(lines):
@@ -178,6 +184,13 @@ def spills_in_product(cubin: bytes, folder: pathlib.Path) -> int:
     product = max(innermost, key=lambda loop: count(loop, PRODUCTS))
     assert count(product, PRODUCTS) > 0
     return count(product, SPILLS)
+
+
+def waits_before_memory(lines: list[tuple[str, str]]) -> bool:
+    """Whether ``griddepcontrol.wait`` comes before the first access of global memory."""
+    names = [instruction for _, instruction in lines]
+    waits = next(i for i, name in enumerate(names) if re.search(r"\bACQBULK\b", name))
+    return waits < next(i for i, name in enumerate(names) if re.search(MEMORY, name))
 
 
 # Every tile of the table, and every optional part of a kernel, but not every combination: this file is to be quick.
@@ -233,7 +246,27 @@ def test_compiles(
         compiled = compile_ahead(launch, capability)
         assert compiled.asm["cubin"][:4] == b"\x7fELF"
         assert compiled.metadata.shared <= shared_memory
+        lines = disassembled(compiled.asm["cubin"], tmp_path)
         multiplies = launch.kernel.is_gluon() or "tt.dot" in compiled.asm["ttir"]
         if multiplies and capability < 100:
             # Spilling between products costs little; spilling inside them would cost everything.
-            assert spills_in_product(compiled.asm["cubin"], tmp_path) == 0, launch.kernel.__name__
+            assert spills_in_product(lines) == 0, launch.kernel.__name__
+        if launch.options.get("launch_pdl"):
+            if launch.kernel.is_gluon():  # the other warps are where they are, and begin when the first tells them to
+                text = compiled.asm["ttgir"]
+                assert text.index("griddepcontrol.wait") < text.index("ttg.warp_specialize("), launch.kernel.__name__
+            else:
+                assert waits_before_memory(lines), launch.kernel.__name__
+
+
+def test_every_kernel_begins_with_waiting() -> None:
+    """Those in ``kernels/hopper`` are launched before the last one's end."""
+    kernels = [
+        (function.name, function.body[bool(ast.get_docstring(function))])
+        for file in pathlib.Path(launcher.__file__).with_name("hopper").rglob("*.py")
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel")
+    ]
+    assert len(kernels) > 20
+    for name, first in kernels:
+        assert ast.unparse(first) == "begin(PDL)", name

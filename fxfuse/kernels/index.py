@@ -54,6 +54,7 @@ def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, 
     signature = (index.device, index.dtype, index.data_ptr() % 16 == 0, ignores, wide, alone, block)
     grid = (tiles.cdiv(index.numel(), block),)
     launch(
-        signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, ALONE=alone, BLOCK=block
+        signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, ALONE=alone, BLOCK=block,
+        num_warps=block // 256,
     )  # fmt: skip
     return out, valid.view(torch.bool)

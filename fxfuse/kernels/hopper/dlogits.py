@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..logits import grouped
-from .schedule import LOG2E, chunk_bounds, left_and_right, logits_of, product_tile
+from .schedule import LOG2E, begin, chunk_bounds, left_and_right, logits_of, product_tile
 
 
 @triton.jit
@@ -87,8 +87,10 @@ def dlogits_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     FLATTEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All of the gradient but what ``picked`` receives: ``correct_kernel`` writes the entries that have some."""
+    begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     row_blocks, columns = tl.cdiv(rows, BM), tl.cdiv(vocab, BN)
     out_scale = scale
@@ -149,8 +151,10 @@ def correct_kernel(
     dz_row,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The entries of indexed classes anew, with their own coefficients, rounded once."""
+    begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
@@ -215,8 +219,10 @@ def scattered_dlogits_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Those of one chunk, mostly a few or none, to rows apart from each other, but for what class sums give."""
+    begin(PDL)
     _, rows = chunk_bounds(tl.load(length), 0, most, ROWS)
     row_blocks, columns = tl.cdiv(rows, BM), tl.cdiv(vocab, BN)
     for tile in range(tl.program_id(0), row_blocks * columns, programs):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..logits import grouped
-from .schedule import LOG2E, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
+from .schedule import LOG2E, begin, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
 
 # exp2 of more than this is not stored: E must be finite, also where the row's sum tells that it is of no use.
 CEILING = tl.constexpr(100.0)
@@ -73,7 +73,9 @@ def exponentials_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     FLATTEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     _, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     row_blocks, columns = tl.cdiv(rows, BM), tl.cdiv(vocab, BN)
     HALF: tl.constexpr = BN // 2
@@ -124,11 +126,13 @@ def finish_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """What follows from a row's sum: statistics, the factor v, and the gradients of indexed logits.
 
     Rows whose offset was bad are listed with factor 1: their part of E is to be overwritten with the gradient itself.
     """
+    begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     if tl.program_id(0) * BLOCK_ROWS >= tl.cdiv(rows, ROWS) * ROWS:
         return

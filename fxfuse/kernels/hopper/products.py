@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..logits import grouped
-from .schedule import chunk_bounds, last_chunk, left_and_right
+from .schedule import begin, chunk_bounds, last_chunk, left_and_right
 
 MOST_PIECES = tl.constexpr(32)
 
@@ -136,7 +136,9 @@ def d_input_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     row_blocks, columns, whole, rest, pieces, each = _shares(rows, hidden, vocab, programs, BM, BN, BK)
     steps = tl.cdiv(vocab, BK)
@@ -182,8 +184,10 @@ def d_input_rest_kernel(
     parts, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, length, chunk, most, vocab,
     hidden, indexed, w_row, w_col, out_row, programs, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of the tiles that were cut up, in order, and finish them like whole ones."""
+    begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     row_blocks, columns, whole, rest, pieces, _ = _shares(rows, hidden, vocab, programs, BM, BN, BK)
     cut = tl.program_id(0)
@@ -228,7 +232,9 @@ def d_weight_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     FLATTEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     total = tl.load(length)
     _, rows = chunk_bounds(total, chunk, most, ROWS)
     first, last = chunk == 0, chunk == last_chunk(total, most)
@@ -302,8 +308,10 @@ def factors_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The factors of a chunk's rows as an operand of a product: three parts of 8 bits each lose nothing."""
+    begin(PDL)
     _, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.where(row < rows, 1.0, 0.0)
@@ -332,7 +340,9 @@ def d_bias_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     _, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
@@ -361,13 +371,15 @@ def weighted_sum_kernel(
     m_col,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    begin = tl.program_id(1) * each
+    strip = tl.program_id(1) * each
     acc = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
-    for first in range(begin, tl.minimum(begin + each, rows), BLOCK_ROWS):
+    for first in range(strip, tl.minimum(strip + each, rows), BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
-        mask = (row < tl.minimum(begin + each, rows))[:, None] & (col < hidden)[None, :]
+        mask = (row < tl.minimum(strip + each, rows))[:, None] & (col < hidden)[None, :]
         at = row.to(tl.int64)[:, None] * m_row + col.to(tl.int64)[None, :] * m_col
         value = tl.load(matrix + at, mask=mask, other=0.0).to(tl.float32)
         if weights is not None:
@@ -389,8 +401,10 @@ def keys_kernel(
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """By which the listed rows are sorted: first their chunk, then their class; those without one end a chunk."""
+    begin(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(length)
     _, step = chunk_bounds(total, 0, most, ROWS)
@@ -412,27 +426,30 @@ def ranks_kernel(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sort each chunk's rows by key, equal ones as listed: a row comes after as many as are to be before it.
 
     Every row meets all of its chunk, which for chunks of thousands takes less time than the launches of a sort.
     """
+    begin(PDL)
     total = tl.load(length)
     _, step = chunk_bounds(total, 0, most, ROWS)
     first = tl.program_id(0) * BLOCK  # a chunk begins with a block
     if first >= total:
         return
-    begin = first // step * step
+    start = first // step * step
+    end = tl.minimum(start + step, total)
     at = first + tl.arange(0, BLOCK)
     key = tl.load(keys + at, mask=at < total, other=0)
     before = tl.zeros((BLOCK, WIDE), tl.int32)
-    for start in range(begin, tl.minimum(begin + step, total), WIDE):
-        other = start + tl.arange(0, WIDE)
-        inside = other < tl.minimum(begin + step, total)
+    for wide in range(start, end, WIDE):
+        other = wide + tl.arange(0, WIDE)
+        inside = other < end
         less = tl.load(keys + other, mask=inside, other=0)[None, :] - key[:, None]
         sooner = (less < 0) | ((less == 0) & (other[None, :] < at[:, None]))
         before += (sooner & inside[None, :]).to(tl.int32)
-    to = begin + tl.sum(before, 1)
+    to = start + tl.sum(before, 1)
     tl.store(ranked + to, key, mask=at < total)
     tl.store(source + to, tl.load(order + at, mask=at < total, other=0), mask=at < total)
 
@@ -464,7 +481,9 @@ def slots_kernel(
     vocab,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _place_classes(keys, tl.load(length), slots, slot, chunk, most, vocab, ROWS)
 
@@ -490,11 +509,13 @@ def own_classes_kernel(
     BLOCK_ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add ``own`` times hidden states to the classes of a chunk's rows, rows of the same class in the list's order.
 
     The product that needed this chunk's slots is done, so the next chunk's take their place.
     """
+    begin(PDL)
     count = tl.load(length)
     start, rows = chunk_bounds(count, chunk, most, ROWS)
     slot = tl.program_id(0)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..transform import transformed
-from .schedule import chunk_bounds
+from .schedule import begin, chunk_bounds
 
 
 @triton.jit
@@ -68,11 +68,13 @@ def list_kernel(
     indexed,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """List the rows that have upstream gradients, ascending: so many a program, which counts those before them.
 
     With ``g_lse`` and ``g_picked``, these are made: ``lse`` and ``picked`` are then coefficients of lse and log_prob.
     """
+    begin(PDL)
     of_loss: tl.constexpr = g_lse is not None
     first = tl.program_id(0) * BLOCK
     before = 0
@@ -93,8 +95,10 @@ def list_flagged_kernel(
     rows,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """List the rows whose flag is set in the same way."""
+    begin(PDL)
     first = tl.program_id(0) * BLOCK
     before = 0
     for start in tl.range(0, first, WIDE, loop_unroll_factor=4):
@@ -124,8 +128,10 @@ def loss_kernel(
     rows,
     indexed,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The statistics times their coefficients, added up in a fixed order."""
+    begin(PDL)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -166,8 +172,10 @@ def gather_kernel(
     x_col,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The hidden states of a chunk's rows, and more: offsets (the largest indexed logit, 0 if none is finite), sums."""
+    begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     at = tl.program_id(0)
     if at >= tl.cdiv(rows, ROWS) * ROWS:
@@ -222,12 +230,14 @@ def pick_kernel(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Indexed logits of the listed rows, by matrix products whose diagonals they are.
 
     The tensor cores add up each element of a product in the same order, whatever its place in a tile. So these have the
     very bits that the same logits have in the statistics, as they must: a log-probability is their small difference.
     """
+    begin(PDL)
     rows = tl.load(length)
     if tl.program_id(0) * BM >= rows:
         return

@@ -11,6 +11,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def begin(PDL: tl.constexpr):
+    """Wait for what was launched before: a programmatic dependent launch begins a little before its end.
+
+    The first statement of every kernel here. What comes next is not let in any sooner (``gdc_launch_dependents``):
+    where its programs find room then is not where the order of their tiles suits the caches.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def chunk_bounds(count, chunk, most, BLOCK: tl.constexpr):
     """(first row, number of rows) of a chunk: ``count`` rows cut evenly into chunks of at most ``most``.
 

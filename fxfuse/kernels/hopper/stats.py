@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..stats import LAST, finite_or_zero, first_best, rescale, rescaled_moment
-from .schedule import LOG2E, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
+from .schedule import LOG2E, begin, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
 
 
 @triton.jit
@@ -83,7 +83,9 @@ def stats_kernel(
     BK: tl.constexpr,
     ROWS: tl.constexpr,
     FLATTEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     row_blocks, lanes = lanes_of(rows, programs, BM)
     columns = tl.cdiv(vocab, BN)
@@ -154,7 +156,9 @@ def merge_kernel(
     BLOCK_LANES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     if tl.program_id(0) * BLOCK_ROWS >= rows:
         return

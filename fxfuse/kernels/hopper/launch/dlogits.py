@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....ops.contract import Upstream
-from ... import launcher, tiles
+from ... import tiles
 from ..dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
 from ..exponentials import exponentials_kernel, finish_kernel
 from .operands import Bad, Rows, Stats, describe, kernel_for
@@ -36,7 +36,7 @@ class GradientsOfLogits(Statistics):
         tile = tiles.described("exponentials", self.input)
         columns = tiles.cdiv(self.vocab, tile.vocab)
         programs = min(self.programs * tile.slots, rows.most // tile.rows * columns)
-        launcher.launch(
+        self.launch(
             self.signature,
             kernel_for(exponentials_kernel, tile),
             (programs,),
@@ -57,7 +57,7 @@ class GradientsOfLogits(Statistics):
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             **self.launch_options(tile),
         )
-        launcher.launch(
+        self.launch(
             self.signature,
             finish_kernel,
             (tiles.cdiv(rows.most, 8),),
@@ -99,7 +99,7 @@ class GradientsOfLogits(Statistics):
         # Class sums are linear, and have been made.
         self.stats_of(again, 0, bad.gathered, out._replace(class_sum=self.empty(0)))
         tile = tiles.described("dlogits", self.input, turns=False)
-        launcher.launch(
+        self.launch(
             self.signature,
             scattered_dlogits_kernel,
             (self.programs,),
@@ -143,7 +143,7 @@ class GradientsOfLogits(Statistics):
         weight = self.weight[window]
         class_weight = None if self.class_weight is None else self.class_weight[window]
         programs = min(self.programs * tile.slots, rows.most // tile.rows * tiles.cdiv(weight.shape[0], tile.vocab))
-        launcher.launch(
+        self.launch(
             (self.signature, weight.shape[0]),
             kernel_for(dlogits_kernel, tile),
             (programs,),
@@ -171,7 +171,7 @@ class GradientsOfLogits(Statistics):
             **self.launch_options(tile),
         )
         if self.index.shape[1] > 0:
-            launcher.launch(
+            self.launch(
                 (self.signature, weight.shape[0]),
                 correct_kernel,
                 (tiles.cdiv(rows.most, 128),),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....ops.contract import Upstream
-from ... import launcher, tiles
+from ... import tiles
 from ..rows import gather_kernel, list_flagged_kernel, list_kernel, pick_kernel
 from .operands import Described, Listed, Rows
 
@@ -27,7 +27,7 @@ class Lists(Described):
     def _list(self, given: Upstream, made: Upstream | None) -> Listed:
         listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
         made = Upstream(None, None, None) if made is None else made  # type: ignore[arg-type]
-        launcher.launch(
+        self.launch(
             self.signature,
             list_kernel,
             (tiles.cdiv(self.rows, LISTED),),
@@ -39,7 +39,7 @@ class Lists(Described):
     def listed_by_flags(self, flags: Tensor) -> Listed:
         """The rows whose flag (``[N]`` int8) is set."""
         listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
-        launcher.launch(
+        self.launch(
             self.signature,
             list_flagged_kernel,
             (tiles.cdiv(self.rows, LISTED),),
@@ -68,7 +68,7 @@ class Lists(Described):
         class_sum: Tensor | None = None,
     ) -> None:
         """Copy a chunk's rows of the input to ``gathered``; their offsets and class sums, where these are given."""
-        launcher.launch(
+        self.launch(
             self.signature,
             gather_kernel,
             (rows.most,),
@@ -102,7 +102,7 @@ class Lists(Described):
         # At least the rows that Hopper's own products have, so that these are of the same kind; fewer where theirs are.
         tile = tiles.described("stats", self.input)
         size = min(tile.rows, 64)
-        launcher.launch(
+        self.launch(
             self.signature,
             pick_kernel,
             (tiles.cdiv(self.rows, size), indexed),

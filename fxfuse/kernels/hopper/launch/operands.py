@@ -7,6 +7,7 @@ bytes: ``bias [V]`` or None, ``index [N, K]`` int64, ``class_weight [V]`` float3
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....ops.contract import Operands
-from ... import tiles
+from ... import launcher, tiles
 from ...transform import spelled
 
 
@@ -94,6 +95,11 @@ class Described(Operands):
     def slopes(self) -> Tensor | None:
         """Where to put the derivative of the transform at the indexed logits."""
         return torch.zeros(self.index.shape, dtype=torch.float32, device=self.input.device) if self.transform else None
+
+    def launch(self, signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """``launcher.launch`` of a kernel that begins with ``schedule.begin``."""
+        overlaps = self.input.device.type != "cpu"
+        launcher.launch(signature, kernel, grid, *args, **constants, PDL=overlaps, launch_pdl=overlaps)
 
     # --- sizes ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import launcher, tiles
+from ... import tiles
 from .. import products
 from .operands import Classes, Described, Rows, Sum, describe, pingpong
 
@@ -68,7 +68,7 @@ class Products(Described):
             int(last),
         )
         options = self.launch_options(tile, flatten=False)
-        launcher.launch(
+        self.launch(
             signature,
             products.d_input_kernel,
             (programs,),
@@ -81,7 +81,7 @@ class Products(Described):
         )
         sizes = {name: options[name] for name in ("BM", "BN", "BK", "GROUP", "ROWS")}
         strips = (programs, tile.rows // 8)
-        launcher.launch(signature, products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
+        self.launch(signature, products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
 
     def add_weight(
         self,
@@ -119,7 +119,7 @@ class Products(Described):
             sums += beside
         elif d_bias is not None:
             self.add_bias(rows, chunk, window, dz, d_bias, factor, undo)
-        launcher.launch(
+        self.launch(
             (self.signature, height, total.out.dtype),
             kernel,
             (programs,),
@@ -143,7 +143,7 @@ class Products(Described):
     def _factors(self, rows: Rows, chunk: int, factor: Tensor | None) -> Tensor:
         """``factor [most]``, or ones, as an operand ``[most, tiles.NARROW]`` of a product."""
         parts = self.empty(rows.most, tiles.NARROW, dtype=self.input.dtype)
-        launcher.launch(
+        self.launch(
             self.signature,
             products.factors_kernel,
             (tiles.cdiv(rows.most, 128),),
@@ -170,7 +170,7 @@ class Products(Described):
     ) -> None:
         """Add the column sums of ``factor[:, None] * dz``, times ``undo [1]``, to the classes ``window`` of d_bias."""
         out = out[window]
-        launcher.launch(
+        self.launch(
             (self.signature, out.shape[0]),
             products.d_bias_kernel,
             (tiles.cdiv(out.shape[0], 128),),
@@ -193,14 +193,14 @@ class Products(Described):
         """The classes of the listed rows, sorted by chunk and class; those of the first chunk have their slots."""
         dtype = torch.int32 if rows.chunks * (self.vocab + 1) < 2**31 else torch.int64
         keys = self.empty(self.rows, dtype=dtype)
-        launcher.launch(
+        self.launch(
             (self.signature, dtype), products.keys_kernel, (tiles.cdiv(self.rows, 256),), self.index, rows.order,
             rows.length, keys, self.rows, rows.most, self.vocab, LARGEST=torch.iinfo(dtype).max, BLOCK=256,
             ROWS=self.row_block,
         )  # fmt: skip
         if rows.most <= MOST_RANKED:
             ranked, sources = torch.empty_like(keys), torch.empty_like(rows.order)
-            launcher.launch(
+            self.launch(
                 (self.signature, dtype), products.ranks_kernel, (tiles.cdiv(self.rows, 16),), keys, rows.order,
                 rows.length, ranked, sources, rows.most, BLOCK=16, WIDE=256, ROWS=self.row_block,
             )  # fmt: skip
@@ -214,7 +214,7 @@ class Products(Described):
 
     def place_classes(self, rows: Rows, chunk: int, classes: Classes) -> None:
         """Give the classes of a chunk their slots."""
-        launcher.launch(
+        self.launch(
             (self.signature, classes.keys.dtype), products.slots_kernel, (tiles.cdiv(rows.most, 256),), classes.keys,
             rows.length, classes.slots, chunk, rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
         )  # fmt: skip
@@ -229,7 +229,7 @@ class Products(Described):
         """
         block = min(1024, tiles.next_power_of_2(self.hidden))
         out, low = (None, None) if total is None else total
-        launcher.launch(
+        self.launch(
             (self.signature, classes.keys.dtype, None if out is None else out.dtype),
             products.own_classes_kernel,
             (rows.most, tiles.cdiv(self.hidden, block)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....ops.contract import Upstream
-from ... import launcher, tiles
+from ... import tiles
 from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
 from ..stats import merge_kernel, stats_kernel
@@ -59,7 +59,7 @@ class Statistics(Lists):
         part_class_sum, part_moment, part_argmax = (None if t is None else next(parts) for t in optional)
         options = self.launch_options(tile)
         del options["GROUP"]
-        launcher.launch(
+        self.launch(
             self.signature,
             kernel_for(stats_kernel, tile),
             (programs,),
@@ -84,7 +84,7 @@ class Statistics(Lists):
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             **options,
         )
-        launcher.launch(
+        self.launch(
             self.signature,
             merge_kernel,
             (tiles.cdiv(most, 16),),
@@ -127,7 +127,7 @@ class Statistics(Lists):
         rows, hidden = matrix.shape
         strips = max(1, min(64, rows // 64))
         parts = self.empty(strips, hidden)
-        launcher.launch(
+        self.launch(
             (self.signature, matrix.shape, matrix.stride()),
             weighted_sum_kernel,
             (tiles.cdiv(hidden, 128), strips),
@@ -147,7 +147,7 @@ class Statistics(Lists):
         """``c.lse * lse + c.picked * log_prob + c.class_sum * class_sum``, summed."""
         loss = self.empty()
         class_sum = None if c.class_sum is None else stats.class_sum
-        launcher.launch(
+        self.launch(
             self.signature,
             loss_kernel,
             (1,),

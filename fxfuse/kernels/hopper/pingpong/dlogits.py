@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ...logits import grouped
 from ..dlogits import gradients_of
-from ..schedule import chunk_bounds
+from ..schedule import begin, chunk_bounds
 from .exponentials import load_blocks, store_half
 from .ring import BLOCK, half, multiply, ring_of_logits
 
@@ -91,7 +91,9 @@ def dlogits_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    begin(PDL)
     x_tiles, w_tiles, full, empty, turn = ring_of_logits(x, w, BK, STAGES)
     staged = gl.allocate_shared_memory(dz.dtype, [4, BLOCK, BLOCK // 2], dz.layout)
     gl.warp_specialize(

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...logits import grouped
 from ..exponentials import exponentials_of
-from ..schedule import LOG2E, chunk_bounds
+from ..schedule import LOG2E, begin, chunk_bounds
 from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits, store_async
 
 
@@ -94,7 +94,9 @@ def exponentials_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    begin(PDL)
     x_tiles, w_tiles, full, empty, turn = ring_of_logits(x, w, BK, STAGES)
     staged = gl.allocate_shared_memory(e.dtype, [4, BLOCK, BLOCK // 2], e.layout)
     # Spelled out: a tuple with a name would turn constants into tensors.

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...logits import grouped
+from ..schedule import begin
 from .ring import BLOCK, NARROW, barriers, half, half_of_rows, load_tiles, multiply_both
 from .sums import PIECE, add_bias, add_piece, load_pieces, sizes, slots_of
 
@@ -106,7 +107,9 @@ def d_weight_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    begin(PDL)
     dz_tiles = gl.allocate_shared_memory(dz.dtype, [STAGES, BK, BLOCK], dz.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BK, BLOCK], x.layout)
     factor_tiles = x_tiles  # which is not looked at

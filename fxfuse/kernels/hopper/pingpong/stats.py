@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..schedule import chunk_bounds, logits_of
+from ..schedule import begin, chunk_bounds, logits_of
 from ..stats import class_sum_of, lanes_of, online
 from .exponentials import store_half
 from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
@@ -151,7 +151,9 @@ def stats_kernel(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    begin(PDL)
     x_tiles, w_tiles, full, empty, turn = ring_of_logits(x, w, BK, STAGES)
     staged = x_tiles  # which is not looked at
     if stored is not None:

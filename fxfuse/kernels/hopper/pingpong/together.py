@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ...logits import grouped
+from ..schedule import begin
 from .ring import (
     BLOCK,
     NARROW,
@@ -200,7 +201,9 @@ def d_weight_together_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    begin(PDL)
     # A slot's operands and its sums take the same bytes.
     gl.static_assert(BK == PIECE)
     dz_tiles = gl.allocate_shared_memory(dz.dtype, [2 * STAGES, BK, BLOCK // 2], dz.layout)
