@@ -133,7 +133,8 @@ class Tally:
     """What became of the programs, so that it shows when they prove nothing."""
 
     programs: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
+    invalid: Counter[str] = field(default_factory=Counter)  # that eager refuses
+    rejected: Counter[str] = field(default_factory=Counter)  # that fxfuse refuses, or torch.compile without it
     rewritten: int = 0  # programs with a head that is fused or deferred
     heads: Counter[str] = field(default_factory=Counter)
     at_run_time: Counter[str] = field(default_factory=Counter)
@@ -147,6 +148,7 @@ class Tally:
             f"{self.programs} programs, {self.rewritten} with a head that is fused or deferred\n"
             f"heads: {listed(self.heads)}\n"
             f"deferred logits: {listed(self.at_run_time)}\n"
+            f"eager refuses: {listed(self.invalid)}\n"
             f"rejected: {listed(self.rejected)}"
         )
 
@@ -156,7 +158,7 @@ def check(program: Program, dynamic: bool, memory: int, tally: Tally) -> None:
     try:
         expected = see(program.function(), World.make(device=DEVICE))
     except Exception as error:
-        tally.rejected[f"eager {type(error).__name__}: {str(error)[:60]}"] += 1
+        tally.invalid[f"{type(error).__name__}: {str(error)[:60]}"] += 1
         raise Rejected from error
     text = repr(program)
     rounds = any(word in text for word in ("float()", "float32", "autocast"))
@@ -230,4 +232,5 @@ def test_generated_programs() -> None:
         bar.close()
         print(tally)
     assert tally.rewritten >= ENOUGH * tally.programs, str(tally)
-    assert sum(tally.rejected.values()) <= 0.1 * tally.programs, str(tally)
+    assert sum(tally.invalid.values()) <= 2 + 0.25 * tally.programs, str(tally)
+    assert sum(tally.rejected.values()) <= 2 + 0.05 * tally.programs, str(tally)
