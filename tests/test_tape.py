@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -129,6 +130,23 @@ def test_more_steps_than_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in range(1, 5):
         steps.check(*operands(), 2.5, count=count)
     assert list(tape._tapes.values()) == [4]
+
+
+def test_what_will_be_on_no_tape_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "MOST_STEPS", 3)
+    alive: list[int] = []
+
+    def op(x: Tensor) -> Tensor:
+        seen = []
+        for _ in range(8):
+            seen.append(weakref.ref(x * 2))
+        alive.append(sum(ref() is not None for ref in seen))
+        return x + 1
+
+    played = tape.replayed(op)
+    for _ in range(3):
+        played(torch.randn(5))
+    assert alive == [0, 0, 0]
 
 
 def test_memory_is_free_once_nothing_needs_it() -> None:

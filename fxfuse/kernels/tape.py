@@ -269,7 +269,14 @@ class _Recorder(TorchDispatchMode):
 
     def tape(self, result: Any) -> Tape | None:
         template = self._template(result)
-        return Tape(self.steps, template, self.values) if self.whole and len(self.steps) <= MOST_STEPS else None
+        return Tape(self.steps, template, self.values) if self.whole else None
+
+    def _go_on(self) -> None:
+        """Or keep nothing any more, of a call that will be on no tape."""
+        self.whole &= len(self.steps) <= MOST_STEPS
+        if not self.whole:
+            for kept in (self.steps, self.values, self.kept, self.at, self.addresses):
+                kept.clear()
 
     def _add(self, tensor: Tensor, base: Tensor | None = None) -> None:
         address = _Address(len(self.values), 0)
@@ -308,12 +315,14 @@ class _Recorder(TorchDispatchMode):
             self.steps.append(_Called(func, given, kwargs, len(self.values), len(results)))
             for tensor in results:
                 self._add(tensor, args[0] if func.is_view else None)
+        self._go_on()
         return result
 
     def launched(self, kernel: launcher.Launchable, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         given = [self._argument(arg, kernel) for arg in args]
         if self.whole:
             self.steps.append(_Launched(kernel, grid, given))
+        self._go_on()
 
     def _argument(self, arg: Any, kernel: launcher.Launchable) -> Any:
         if isinstance(arg, Tensor):
