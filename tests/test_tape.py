@@ -129,7 +129,7 @@ def test_more_steps_than_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps()
     for count in range(1, 5):
         steps.check(*operands(), 2.5, count=count)
-    assert list(tape._tapes.values()) == [4]
+    assert list(tape._tapes.values()) == [tape.ATTEMPTS + 3]  # one attempt, and two calls after it
 
 
 def test_what_will_be_on_no_tape_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,11 @@ def test_so_many_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in range(2, 12):
         for _ in range(3):
             steps.op(*operands(rows), 1.0)
-    assert len(tape._tapes) <= 3
+    assert len(tape._tapes) == 3
+    count = steps.count
+    for rows in (9, 10, 11):  # the last ones are there
+        steps.check(*operands(rows), 1.0, count=count)
+    steps.check(*operands(8), 1.0, count=count + 1)
 
 
 class Doubled:

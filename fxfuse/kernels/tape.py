@@ -14,6 +14,7 @@ kernel that had to be compiled.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -33,6 +34,7 @@ ATTEMPTS = 3
 MOST_POOLED, ALIGNMENT = 1 << 20, 512
 
 _tapes: dict[Hashable, Tape | int] = {}  # or calls so far
+_lock = threading.Lock()
 
 
 def replayed(op: Callable[..., R]) -> Callable[..., R]:
@@ -52,9 +54,7 @@ def replayed(op: Callable[..., R]) -> Callable[..., R]:
         found = _tapes.get(key, 0)
         if isinstance(found, Tape):
             return found.play(tensors)
-        if found == 0 and len(_tapes) >= MOST_TAPES:
-            del _tapes[next(iter(_tapes))]  # the oldest
-        _tapes[key] = found + 1
+        _keep(key, found + 1)
         if not 0 < found <= ATTEMPTS:  # the first call compiles
             return op(*args)
         recorder = _Recorder(tensors)
@@ -62,10 +62,19 @@ def replayed(op: Callable[..., R]) -> Callable[..., R]:
             result = op(*args)
         tape = recorder.tape(result)
         if tape is not None:
-            _tapes[key] = tape
+            _keep(key, tape)
+        elif recorder.too_long:
+            _keep(key, ATTEMPTS + 1)  # it will always be
         return result
 
     return played
+
+
+def _keep(key: Hashable, value: Tape | int) -> None:
+    with _lock:
+        if key not in _tapes and len(_tapes) >= MOST_TAPES:
+            del _tapes[next(iter(_tapes))]  # the oldest
+        _tapes[key] = value
 
 
 def _leaves(value: tuple[Any, ...]) -> list[Any]:
@@ -261,6 +270,7 @@ class _Recorder(TorchDispatchMode):
         self.kept: list[Tensor] = []  # all are, until the end, so that no other has one's identity
         self.at: dict[int, int] = {}
         self.addresses: list[_Address] = []  # of each value: where its memory is within another's
+        self.too_long = False
         # Of a tensor that is given twice, it could not be told which is meant.
         self.whole = len(set(map(id, tensors))) == len(tensors)
         for tensor in tensors:
@@ -273,7 +283,8 @@ class _Recorder(TorchDispatchMode):
 
     def _go_on(self) -> None:
         """Or keep nothing any more, of a call that will be on no tape."""
-        self.whole &= len(self.steps) <= MOST_STEPS
+        self.too_long |= len(self.steps) > MOST_STEPS
+        self.whole &= not self.too_long
         if not self.whole:
             for kept in (self.steps, self.values, self.kept, self.at, self.addresses):
                 kept.clear()

@@ -126,6 +126,17 @@ class Described(Operands):
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.input.device)
 
+    @functools.cached_property
+    def _scratch(self) -> dict[tuple[Any, ...], Tensor]:
+        return {}
+
+    def scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``empty``, once for the whole call: for launches that follow each other, as what it held before is lost."""
+        key = (*shape, dtype)
+        if key not in self._scratch:
+            self._scratch[key] = self.empty(*shape, dtype=dtype)
+        return self._scratch[key]
+
     def whole_blocks(self, rows: int) -> int:
         return max(1, tiles.cdiv(rows, self.row_block)) * self.row_block
 

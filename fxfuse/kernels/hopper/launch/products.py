@@ -142,7 +142,7 @@ class Products(Described):
 
     def _factors(self, rows: Rows, chunk: int, factor: Tensor | None) -> Tensor:
         """``factor [most]``, or ones, as an operand ``[most, tiles.NARROW]`` of a product."""
-        parts = self.empty(rows.most, tiles.NARROW, dtype=self.input.dtype)
+        parts = self.scratch(rows.most, tiles.NARROW, dtype=self.input.dtype)
         self.launch(
             self.signature,
             products.factors_kernel,

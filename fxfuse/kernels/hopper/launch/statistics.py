@@ -54,7 +54,7 @@ class Statistics(Lists):
         programs = max(self.programs * tile.slots, most // tile.rows)
         each = 2 if tile.takes_turns else 1  # parts that a program makes
         optional = class_sum, entropy, top = [t if t.numel() else None for t in (out.class_sum, out.entropy, out.top)]
-        parts = iter(self.empty(2 + 3 - optional.count(None), programs * each * tile.rows))
+        parts = iter(self.scratch(2 + 3 - optional.count(None), programs * each * tile.rows))
         part_max, part_sum = next(parts), next(parts)
         part_class_sum, part_moment, part_argmax = (None if t is None else next(parts) for t in optional)
         options = self.launch_options(tile)
