@@ -1024,7 +1024,7 @@ def classes_of_rows() -> None:
     length = int(call.listed_by_coefficients(cuda._Upstream(*p.upstream))[0].length)
     assert 2 * 128 < length < rows
     for most_ranked in (0, 8192):  # a sort of the library; one row with all others
-        with mock.patch("fxfuse.kernels.hopper.launch.products.MOST_RANKED", most_ranked):
+        with mock.patch("fxfuse.kernels.hopper.launch.classes.MOST_RANKED", most_ranked):
             cut = call.cut(call.listed_by_coefficients(cuda._Upstream(*p.upstream))[0], 256)
             found = call.classes(cut)
         chunks = -(-length // cut.most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .classes import OrderedClasses
 from .dlogits import GradientsOfLogits
 from .operands import Bad, Classes, Listed, Rows, Stats, Sum, fits, takes
 from .products import Products
@@ -9,5 +10,5 @@ from .products import Products
 __all__ = ["Bad", "Call", "Classes", "Listed", "Rows", "Stats", "Sum", "fits", "takes"]
 
 
-class Call(GradientsOfLogits, Products):
+class Call(GradientsOfLogits, Products, OrderedClasses):
     """The operands of one call, and the launches on them."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import tiles
 from .. import products
 from .operands import Classes, Described, Rows, Sum, describe, pingpong
-
-# Rows of a chunk up to which comparing each with all takes less time than a sort.
-MOST_RANKED = 8192
 
 
 class Products(Described):
@@ -187,68 +183,4 @@ class Products(Described):
             BLOCK=128,
             ROWS=self.row_block,
             num_warps=4,
-        )
-
-    def classes(self, rows: Rows) -> Classes:
-        """The classes of the listed rows, sorted by chunk and class; those of the first chunk have their slots."""
-        dtype = torch.int32 if rows.chunks * (self.vocab + 1) < 2**31 else torch.int64
-        keys = self.empty(self.rows, dtype=dtype)
-        self.launch(
-            (self.signature, dtype), products.keys_kernel, (tiles.cdiv(self.rows, 256),), self.index, rows.order,
-            rows.length, keys, self.rows, rows.most, self.vocab, LARGEST=torch.iinfo(dtype).max, BLOCK=256,
-            ROWS=self.row_block,
-        )  # fmt: skip
-        if rows.most <= MOST_RANKED:
-            ranked, sources = torch.empty_like(keys), torch.empty_like(rows.order)
-            self.launch(
-                (self.signature, dtype), products.ranks_kernel, (tiles.cdiv(self.rows, 16),), keys, rows.order,
-                rows.length, ranked, sources, rows.most, BLOCK=16, WIDE=256, ROWS=self.row_block,
-            )  # fmt: skip
-        else:
-            ranked, position = keys.sort(stable=True)
-            sources = rows.order.index_select(0, position)
-        slots = torch.full((self.vocab,), -1, dtype=torch.int32, device=self.input.device)
-        classes = Classes(ranked, sources, self.empty(rows.most, self.hidden), slots)
-        self.place_classes(rows, 0, classes)
-        return classes
-
-    def place_classes(self, rows: Rows, chunk: int, classes: Classes) -> None:
-        """Give the classes of a chunk their slots."""
-        self.launch(
-            (self.signature, classes.keys.dtype), products.slots_kernel, (tiles.cdiv(rows.most, 256),), classes.keys,
-            rows.length, classes.slots, chunk, rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
-        )  # fmt: skip
-
-    def finish_classes(
-        self, rows: Rows, chunk: int, own: Tensor, classes: Classes, total: Sum | None, d_bias: Tensor | None
-    ) -> None:
-        """Add what gradients ``own [N, 1]`` of indexed logits give to d_weight, after the chunk's product, and d_bias.
-
-        They are the large entries, and where a model is sure of them they nearly cancel the rest: what is added up is
-        rounded after that. The next chunk's classes are given their slots.
-        """
-        block = min(1024, tiles.next_power_of_2(self.hidden))
-        out, low = (None, None) if total is None else total
-        self.launch(
-            (self.signature, classes.keys.dtype, None if out is None else out.dtype),
-            products.own_classes_kernel,
-            (rows.most, tiles.cdiv(self.hidden, block)),
-            classes.keys,
-            classes.sources,
-            rows.length,
-            own,
-            self.input,
-            classes.rows,
-            classes.slots,
-            out,
-            low,
-            d_bias,
-            chunk,
-            rows.most,
-            self.vocab,
-            self.hidden,
-            *self.input.stride(),
-            BLOCK_ENTRIES=4,
-            BLOCK=block,
-            ROWS=self.row_block,
         )
