@@ -14,8 +14,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def begin(PDL: tl.constexpr):
     """Wait for what was launched before: a programmatic dependent launch begins a little before its end.
 
-    The first statement of every kernel here. What comes next is not let in any sooner (``gdc_launch_dependents``):
-    where its programs find room then is not where the order of their tiles suits the caches.
+    The first statement of every kernel here. What comes next is not let in any sooner (``gdc_launch_dependents``),
+    which made it slower.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
