@@ -23,7 +23,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from fxfuse.kernels import tiles
-from fxfuse.kernels.hopper.launch import Call, Sum
+from fxfuse.kernels.hopper.launch import Call
 from fxfuse.ops import hopper
 from fxfuse.ops.contract import Upstream
 
@@ -50,9 +50,8 @@ class Kernels:
         self.scratch = call.empty(max(call.parts_size(), call.sums_size(self.rows.most)))
         self.made.make(0, self.scratch)
         self.e = self.made.kept.e[:, :vocab]
-        self.d_input = Sum(torch.zeros_like(x), None)
-        low = torch.zeros_like(w, dtype=torch.int8) if self.rows.chunks > 1 else None
-        self.d_weight = Sum(torch.zeros_like(w), low)
+        self.d_input = call.input_sum(torch.zeros_like(x), 1)
+        self.d_weight = call.weight_sum(torch.zeros_like(w), self.rows.chunks)
         self.stats_rows = call.cut(listed, call.stats_chunk())
         self.gathered = call.empty(self.stats_rows.most, hidden, dtype=x.dtype)
         call.gather(self.stats_rows, 0, self.gathered)

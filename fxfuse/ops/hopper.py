@@ -75,9 +75,8 @@ class _Gradients:
         call = self.call
         most, classes = _windows(call, memory)
         rows, windows = call.cut(listed, most), call.windows(classes)
-        d_input = _begin(self.d_input, len(windows))
-        in_window = self.d_weight[windows[0]]
-        low = _begin(in_window, rows.chunks).low
+        d_input = call.input_sum(self.d_input, len(windows))
+        low = call.weight_sum(self.d_weight[windows[0]], rows.chunks).low
         gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
         dz = call.exponentials_buffer(rows.most, windows[0].stop)
         parts = call.parts()
@@ -88,7 +87,7 @@ class _Gradients:
         for i, window in enumerate(windows):
             width = window.stop - window.start
             here = dz[:, :width]
-            d_weight = Sum(self.d_weight[window], None if low is None else low[:width])
+            d_weight = Sum(self.d_weight[window], low)
             for chunk in range(rows.chunks):
                 if i == 0 or rows.chunks > 1:
                     call.gather(rows, chunk, gathered)
@@ -126,7 +125,7 @@ class _Gradients:
         """The statistics and the gradients together, from scaled exponentials."""
         call = self.call
         rows = call.cut(listed, _rows_of_exponentials(call))
-        sums = _begin(self.d_input, 1), _begin(self.d_weight, rows.chunks)
+        sums = call.input_sum(self.d_input, 1), call.weight_sum(self.d_weight, rows.chunks)
         classes = call.classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
         made = _Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
         made.class_sums(up, self.need_weight)
@@ -254,12 +253,6 @@ def _windows(call: Call, memory: int) -> tuple[int, int]:
         most = call.whole_blocks(-(-call.rows // cuts))
 
 
-def _begin(out: Tensor, terms: int) -> Sum:
-    """A gradient to be added up of so many products."""
-    split = terms > 1 and out.element_size() == 2 and out.numel() > 0
-    return Sum(out, torch.empty_like(out, dtype=torch.int8) if split else None)
-
-
 # --- products -------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +354,7 @@ def kept_gradients(
     made.class_sums(up, needs[1])
     grads = _Gradients(call, needs, dtypes)
     classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
-    sums = _begin(grads.d_input, 1), _begin(grads.d_weight, 1)
+    sums = call.input_sum(grads.d_input, 1), call.weight_sum(grads.d_weight, 1)
     grads.from_exponentials(made, 0, sums, classes, call.parts())
     grads.finish_class_sums(up)
     return grads.results()

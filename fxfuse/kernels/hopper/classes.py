@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .products import cut
+from .products import cut, lower_at
 from .schedule import begin, chunk_bounds, last_chunk
 
 
@@ -122,7 +122,7 @@ def own_classes_kernel(
     rows_of_classes,  # [most, D] float32: the sums of each class so far, at its slot
     slots,  # [V] int32, out: of the next chunk
     out,  # [V, D], out; or None
-    low,  # [V, D] int8, out; or None
+    low,  # int8, as ``lower_at`` has them, out; or None
     d_bias,  # [V] float32, added to; or None
     chunk,
     most,
@@ -130,6 +130,7 @@ def own_classes_kernel(
     hidden,
     x_row,
     x_col,
+    IN_PIECES: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -173,7 +174,7 @@ def own_classes_kernel(
         else:
             upper, lower = cut(total, chunk == last_chunk(count, most), out.dtype.element_ty)
             tl.store(out + at, upper, mask=there)
-            tl.store(low + at, lower, mask=there)
+            tl.store(low + lower_at(label, col, hidden, IN_PIECES), lower, mask=there)
     if d_bias is not None:
         only = tl.program_id(1) == 0  # one program of the class
         tl.store(d_bias + label, tl.load(d_bias + label, mask=only, other=0.0) + total_bias, mask=only)

@@ -1,8 +1,8 @@
 """Products of the gradient of a chunk's logits with the weight and with the hidden states, added up in 24 bits or more.
 
 A gradient in 16 bits is added up without a second matrix in 32: the upper 16 bits of each float32 sum stand in the
-gradient's own memory and the next 8 beside it, until the last addition rounds to the gradient's dtype. Sums so kept
-have a unit roundoff of 2**-17, against 2**-9 of bfloat16.
+gradient's own memory and the next 8 beside it (``lower_at``), until the last addition rounds to the gradient's dtype.
+Sums so kept have a unit roundoff of 2**-17, against 2**-9 of bfloat16.
 """
 
 from __future__ import annotations
@@ -37,6 +37,22 @@ def cut(value, last, DTYPE: tl.constexpr):
     rounded = value.to(DTYPE).to(tl.int16, bitcast=True)
     upper = tl.where(last != 0, rounded, (bits >> 16).to(tl.int16))
     return upper.to(DTYPE, bitcast=True), (bits >> 8).to(tl.int8)
+
+
+@triton.jit
+def lower_at(row, col, hidden, IN_PIECES: tl.constexpr):
+    """Where the next bits of d_weight's sums are.
+
+    In rows like the gradient itself. Or IN_PIECES of 64x64, one row of pieces after the other, and in a piece as a
+    warpgroup's threads have the elements of a product: for each 8 of a warp's 16 rows, of a thread all pairs of columns.
+    """
+    if not IN_PIECES:
+        return row * hidden + col
+    piece = (row // 64) * tl.cdiv(hidden, 64) + col // 64
+    row_within, col_within = row % 64, col % 64
+    row_in_order = row_within // 8 % 2 * 32 + row_within // 16 * 8 + row_within % 8
+    col_in_order = col_within % 8 // 2 * 16 + col_within // 8 * 2 + col_within % 2
+    return piece * (64 * 64) + row_in_order * 64 + col_in_order
 
 
 @triton.jit
@@ -265,9 +281,8 @@ def d_weight_kernel(
 
 
 @triton.jit
-def scaled(value, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first):
+def scaled(value, normalise, class_weight, class_row, row, col, vocab, hidden, first):
     """A tile of d_weight scaled, with what class sums give."""
-    value = tl.where(rows > 0, value, 0.0)
     if normalise is not None:
         value = value * tl.load(normalise)
     if class_row is not None:
@@ -291,7 +306,8 @@ def _finish_classes(
     last,
 ):  # fmt: skip
     """Add a tile of d_weight to the sums."""
-    value = scaled(value, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first)
+    value = tl.where(rows > 0, value, 0.0)
+    value = scaled(value, normalise, class_weight, class_row, row, col, vocab, hidden, first)
     at = row.to(tl.int64)[:, None] * hidden + col[None, :]
     sums = accumulate(out, low, at, (row < vocab)[:, None] & (col < hidden)[None, :], value, first, last)
     if rows_of_classes is not None:

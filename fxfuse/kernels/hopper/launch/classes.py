@@ -73,6 +73,7 @@ class OrderedClasses(Described):
             self.vocab,
             self.hidden,
             *self.input.stride(),
+            IN_PIECES=low is not None and low.dim() == 4,
             BLOCK_ENTRIES=4,
             BLOCK=block,
             ROWS=self.row_block,

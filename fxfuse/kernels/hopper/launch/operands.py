@@ -67,7 +67,7 @@ class Classes(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A gradient while it is added up; ``low`` holds further bits of its sums, see ``products``."""
+    """A gradient while it is added up; ``low`` holds further bits of its sums, see ``products``: 4-D if in pieces."""
 
     out: Tensor
     low: Tensor | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import tiles
@@ -11,7 +12,25 @@ from .. import products
 from .operands import Classes, Described, Rows, Sum, describe, pingpong
 
 
+PIECE = 64  # rows and columns: of what d_weight's kernels that take turns add to at a time
+
+
 class Products(Described):
+    def input_sum(self, out: Tensor, terms: int) -> Sum:
+        """d_input ``[N, D]``, to be added up of so many products."""
+        return Sum(out, torch.empty_like(out, dtype=torch.int8) if _is_split(out, terms) else None)
+
+    def weight_sum(self, out: Tensor, terms: int) -> Sum:
+        """The same for d_weight, or for each of its windows if ``out [W, D]`` is the largest."""
+        if not _is_split(out, terms):
+            return Sum(out, None)
+        tile = tiles.described("d_weight", self.input)
+        if not tile.takes_turns:
+            return self.input_sum(out, terms)
+        blocks = tiles.cdiv(out.shape[0], tile.rows)
+        pieces = blocks * (tile.rows // PIECE), tiles.cdiv(self.hidden, PIECE)
+        return Sum(out, self.empty(*pieces, PIECE, PIECE, dtype=torch.int8))
+
     def add_input(
         self,
         rows: Rows,
@@ -108,7 +127,7 @@ class Products(Described):
             kernel = turns.d_weight_kernel
             if tile is tiles.TOGETHER:
                 kernel, half = turns.d_weight_together_kernel, 2
-            sums = tuple(None if s is None else describe(s, tile, 64, 64) for s in sums)
+            sums = describe(total.out, tile, PIECE, PIECE), total.low
             beside: tuple[Any, ...] = (None, None)
             if d_bias is not None:
                 beside = describe(self._factors(rows, chunk, factor), tile, tile.hidden, tiles.NARROW), d_bias[window]
@@ -184,3 +203,7 @@ class Products(Described):
             ROWS=self.row_block,
             num_warps=4,
         )
+
+
+def _is_split(out: Tensor, terms: int) -> bool:
+    return terms > 1 and out.element_size() == 2 and out.numel() > 0

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...logits import grouped
 from ..schedule import begin
 from .ring import BLOCK, NARROW, barriers, half, half_of_rows, load_tiles, multiply_both
-from .sums import PIECE, add_bias, add_piece, load_pieces, sizes, slots_of
+from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
 
 PIECES = gl.constexpr(4)  # of a tile
 
@@ -32,7 +32,7 @@ def _load(
 
 @gluon.jit
 def _load_sums(
-    out, low, length, chunk, most, vocab, hidden, programs, uppers, lowers, come, free, GROUP: gl.constexpr,
+    out, low, length, chunk, most, vocab, hidden, programs, uppers, come, free, GROUP: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     _, _, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
@@ -43,41 +43,48 @@ def _load_sums(
             mbarrier.wait(free.index(i), warpgroup ^ 1)
             row = class_block * BLOCK + i // 2 * PIECE
             col = column * BLOCK + i % 2 * PIECE
-            load_pieces(out, low, uppers, lowers, i, come.index(warpgroup * PIECES + i), row, col, chunk, 1)
+            load_pieces(out, low, uppers, i, come.index(warpgroup * PIECES + i), row, col, chunk, 1)
         warpgroup ^= 1
 
 
 @gluon.jit
 def _add(
     out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
-    programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, lowers, come, free, WARPGROUP: gl.constexpr,
-    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, WARPGROUP: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     rows, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
     steps = gl.cdiv(terms, BK)
     round = 0
     for tile in range(gl.program_id(0) + WARPGROUP * programs, tiles, 2 * programs):
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
-        upper_slot = slots_of(rows_of_classes, slots, class_block * BLOCK, chunk, most, vocab)
-        lower_slot = slots_of(rows_of_classes, slots, class_block * BLOCK + PIECE, chunk, most, vocab)
+        row = class_block * BLOCK
+        col = column * BLOCK
+        slot_of_class = (
+            slots_of(rows_of_classes, slots, row, vocab),
+            slots_of(rows_of_classes, slots, row + PIECE, vocab),
+        )
+        lower = (
+            load_lower(low, row, col, chunk, hidden),
+            load_lower(low, row, col + PIECE, chunk, hidden),
+            load_lower(low, row + PIECE, col, chunk, hidden),
+            load_lower(low, row + PIECE, col + PIECE, chunk, hidden),
+        )
         acc, parts = multiply_both(
             dz_tiles, x_tiles, None if d_bias is None else factor_tiles, full, empty, turn, round,
             (2 * round + WARPGROUP) * steps, steps, column == 0, False, False, WARPGROUP, STAGES,
         )  # fmt: skip
         if d_bias is not None:  # noqa: SIM102
             if column == 0:
-                add_bias(d_bias, parts, normalise, rows, class_block * BLOCK, vocab)
+                add_bias(d_bias, parts, normalise, rows, row, vocab)
         for i in gl.static_range(PIECES):
             mbarrier.wait(come.index(WARPGROUP * PIECES + i), round & 1)
             add_piece(
-                half(half_of_rows(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(i), lowers.index(i), normalise,
-                class_weight, class_row, rows_of_classes, lower_slot if i // 2 == 1 else upper_slot, rows,
-                class_block * BLOCK + i // 2 * PIECE, column * BLOCK + i % 2 * PIECE, length, chunk, most, vocab,
-                hidden,
+                half(half_of_rows(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(i), lower[i], normalise,
+                class_weight, class_row, rows_of_classes, slot_of_class[i // 2], rows, row + i // 2 * PIECE,
+                col + i % 2 * PIECE, length, chunk, most, vocab, hidden,
             )  # fmt: skip
             if i > 0:
-                # Two stores a piece, or one: those before them have been read from.
-                tma.store_wait(1 if low is None else 2)
+                tma.store_wait(1)  # the piece before has been read
                 mbarrier.arrive(free.index(i - 1))
         tma.store_wait(0)
         mbarrier.arrive(free.index(PIECES - 1))
@@ -89,7 +96,7 @@ def d_weight_kernel(
     dz,  # descriptor of [most, W] in blocks [BK, 128]
     x,  # descriptor of [most, D] in blocks [BK, 128]
     out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
-    low,  # descriptor of [W, D] int8 in the same blocks, or None: where there is one chunk only
+    low,  # int8, as ``..products.lower_at`` has them, or None: where there is one chunk only
     factors,  # descriptor of [most, 16] in blocks [BK, 16]: the factor of each row in parts; or None
     d_bias,  # [W] float32, added to: the sums over the rows of dz times their factors; or None
     normalise,
@@ -116,9 +123,6 @@ def d_weight_kernel(
     if factors is not None:
         factor_tiles = gl.allocate_shared_memory(factors.dtype, [STAGES, BK, NARROW], factors.layout)
     uppers = gl.allocate_shared_memory(out.dtype, [PIECES, PIECE, PIECE], out.layout)
-    lowers = uppers  # which is not looked at
-    if low is not None:
-        lowers = gl.allocate_shared_memory(gl.int8, [PIECES, PIECE, PIECE], low.layout)
     full = barriers(STAGES)
     empty = barriers(STAGES)
     turn = barriers(2)
@@ -128,20 +132,18 @@ def d_weight_kernel(
         [
             (_add, (
                 out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, lowers, come,
-                free, 0, BK, GROUP, STAGES, ROWS,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, 0, BK, GROUP, STAGES, ROWS,
             )),
             (_add, (
                 out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, lowers, come,
-                free, 1, BK, GROUP, STAGES, ROWS,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, 1, BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
                 dz, x, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full,
                 empty, BK, GROUP, STAGES, ROWS,
             )),
             (_load_sums, (
-                out, low, length, chunk, most, vocab, hidden, programs, uppers, lowers, come, free, GROUP, ROWS,
+                out, low, length, chunk, most, vocab, hidden, programs, uppers, come, free, GROUP, ROWS,
             )),
         ],
         [4, 1, 1],

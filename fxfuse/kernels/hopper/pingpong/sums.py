@@ -1,7 +1,9 @@
-"""Sums of d_weight as they come to shared memory, are added to, and go back: in pieces of 64x64.
+"""Sums of d_weight as they come, are added to, and go back: in pieces of 64x64.
 
-A piece's upper bits (16) and next bits (8), see ``..products``, are loaded and stored through the tensor-memory
-accelerator, so that no thread waits for memory with a tile in its registers.
+A piece's upper 16 bits, see ``..products``, come to shared memory and leave it through the tensor-memory accelerator.
+The next 8 bits are nobody else's, so they lie as the threads have them: in the order of ``..products.lower_at``, in
+which a thread reads and writes whole vectors. What is done to an element is spelled out, as one warp of a warpgroup has
+a processor's scheduler to itself: each instruction here is time in which its tensor core may have nothing to do.
 """
 
 from __future__ import annotations
@@ -10,11 +12,89 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..products import cut, joined, keep_classes, scaled
+from ..products import keep_classes, scaled
 from ..schedule import chunk_bounds, last_chunk
 from .ring import BLOCK, NARROW, load_async, store_async
 
 PIECE = gl.constexpr(64)  # rows and columns
+_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_IN_ORDER = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
+
+# Of four elements: their upper bits in two registers and the next in one, to four sums.
+_JOIN = gl.constexpr(
+    """{
+    .reg .b32 lower;
+    prmt.b32 lower, $6, 0, 0x1404;
+    prmt.b32 $0, lower, $4, 0x5410;
+    prmt.b32 $1, lower, $4, 0x7632;
+    prmt.b32 lower, $6, 0, 0x3424;
+    prmt.b32 $2, lower, $5, 0x5410;
+    prmt.b32 $3, lower, $5, 0x7632;
+    }"""
+)
+# The reverse, rounded to 24 bits. The smaller number is another NaN for the one that arithmetic makes, to which nothing
+# could be added; an infinity has no bits that could carry.
+_CUT = gl.constexpr(
+    """{
+    .reg .b32 a, b, c, d;
+    min.s32 a, $3, 0x7fffff7f;
+    min.s32 b, $4, 0x7fffff7f;
+    min.s32 c, $5, 0x7fffff7f;
+    min.s32 d, $6, 0x7fffff7f;
+    add.s32 a, a, 0x80;
+    add.s32 b, b, 0x80;
+    add.s32 c, c, 0x80;
+    add.s32 d, d, 0x80;
+    prmt.b32 $0, a, b, 0x7632;
+    prmt.b32 $1, c, d, 0x7632;
+    prmt.b32 a, a, b, 0x0051;
+    prmt.b32 c, c, d, 0x5100;
+    prmt.b32 $2, a, c, 0x7610;
+    }"""
+)
+
+
+@gluon.jit
+def _in_order(piece):
+    """A piece as its bytes lie in memory: the same registers."""
+    piece = piece.reshape([4, 2, 8, 8, 4, 2]).permute([1, 0, 2, 4, 3, 5]).reshape([PIECE, PIECE])
+    return gl.convert_layout(piece, _IN_ORDER, assert_trivial=True)
+
+
+@gluon.jit
+def _as_accumulated(piece):
+    """The reverse."""
+    piece = piece.reshape([2, 4, 8, 4, 8, 2]).permute([1, 0, 2, 4, 3, 5]).reshape([PIECE, PIECE])
+    return gl.convert_layout(piece, _LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _joined(upper, lower):
+    """As ``..products.joined`` for the upper bits of a piece and the next, which are in order."""
+    bits = gl.inline_asm_elementwise(
+        _JOIN, "=r,=r,=r,=r,r,r,r", [_in_order(upper.to(gl.int16, bitcast=True)), lower], dtype=gl.int32, is_pure=True,
+        pack=4,
+    )  # fmt: skip
+    return _as_accumulated(bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _cut(value, DTYPE: gl.constexpr):
+    """The upper bits of a piece, and the next in order; as ``..products.cut`` where it is not the last sum."""
+    upper, lower = gl.inline_asm_elementwise(
+        _CUT, "=r,=r,=r,r,r,r,r", [_in_order(value.to(gl.int32, bitcast=True))], dtype=(gl.int16, gl.int8),
+        is_pure=True, pack=4,
+    )  # fmt: skip
+    return _as_accumulated(upper).to(DTYPE, bitcast=True), lower
+
+
+@gluon.jit
+def _lower(low, tile_row, tile_col, hidden):
+    """Where the lower bits of a piece are, in order."""
+    row = gl.arange(0, PIECE, layout=gl.SliceLayout(1, _IN_ORDER))
+    col = gl.arange(0, PIECE, layout=gl.SliceLayout(0, _IN_ORDER))
+    piece = (tile_row // PIECE).to(gl.int64) * gl.cdiv(hidden, PIECE) + tile_col // PIECE
+    return low + piece * (PIECE * PIECE) + (row[:, None] * PIECE + col[None, :])
 
 
 @gluon.jit
@@ -29,18 +109,26 @@ def sizes(length, chunk, most, vocab, hidden, LEAST: gl.constexpr, WIDTH: gl.con
 
 
 @gluon.jit
-def load_pieces(out, low, uppers, lowers, at, bar, row, col, chunk, COUNT: gl.constexpr):
-    """Load so many pieces of the sums side by side, to ``at`` and after it, if there are sums; ``bar`` waits for it."""
+def load_pieces(out, low, uppers, at, bar, row, col, chunk, COUNT: gl.constexpr):
+    """Load so many pieces of upper bits side by side, to ``at`` and after it, if there are sums; ``bar`` waits."""
     if low is None:
         mbarrier.arrive(bar)
     else:
         if chunk == 0:
             mbarrier.arrive(bar)
         else:
-            mbarrier.expect(bar, COUNT * 3 * PIECE * PIECE)
+            mbarrier.expect(bar, COUNT * 2 * PIECE * PIECE)
             for i in gl.static_range(COUNT):
                 load_async(out, [row, col + i * PIECE], bar, uppers.index(at + i))
-                load_async(low, [row, col + i * PIECE], bar, lowers.index(at + i))
+
+
+@gluon.jit
+def load_lower(low, tile_row, tile_col, chunk, hidden):
+    """The lower bits of a piece, in order; anything if there are no sums. Asked for long before they are needed."""
+    if low is None:
+        return 0
+    else:
+        return gl.load(_lower(low, tile_row, tile_col, hidden), mask=(chunk > 0) & (tile_col < hidden), other=0)
 
 
 @gluon.jit
@@ -56,14 +144,13 @@ def add_bias(d_bias, parts, normalise, rows, tile_row, vocab):
 
 
 @gluon.jit
-def slots_of(rows_of_classes, slots, tile_row, chunk, most, vocab):
-    """The slots of a piece's classes, below 0 for those without."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
-    row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, layout))
+def slots_of(rows_of_classes, slots, tile_row, vocab):
+    """What ``slots`` has for a piece's classes. Nothing may wait for it before the product."""
+    row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
     if rows_of_classes is None:
-        return row * 0 - 1
+        return row
     else:
-        return gl.load(slots + row, mask=row < vocab, other=-1) - chunk * most
+        return gl.load(slots + row, mask=row < vocab, other=-1)
 
 
 @gluon.jit
@@ -71,23 +158,25 @@ def add_piece(
     value, out, low, upper, lower, normalise, class_weight, class_row, rows_of_classes, slot, rows, tile_row, tile_col,
     length, chunk, most, vocab, hidden,
 ):  # fmt: skip
-    """Add ``value [64, 64]`` to the piece that ``upper`` and ``lower`` hold, if this is not the first, and store it."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
-    row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, layout))
-    col = tile_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
-    first = chunk == 0
-    value = gl.convert_layout(value, layout, assert_trivial=True)
-    value = scaled(value, normalise, class_weight, class_row, rows, row, col, vocab, hidden, first)
+    """Add ``value [64, 64]`` to the piece ``upper``, with the bits ``lower``, if this is not the first, and store it."""
+    row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
+    col = tile_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, _LAYOUT))
+    value = gl.convert_layout(value, _LAYOUT, assert_trivial=True)
+    if rows == 0:  # what was multiplied is anything
+        value = gl.zeros([PIECE, PIECE], gl.float32, _LAYOUT)
+    value = scaled(value, normalise, class_weight, class_row, row, col, vocab, hidden, chunk == 0)
     if low is None:
         upper.store(value.to(out.dtype))
     else:
-        value += gl.where(first, 0.0, joined(upper.load(layout), lower.load(layout)))
-        high, next = cut(value, chunk == last_chunk(gl.load(length), most), out.dtype)
-        upper.store(high)
-        lower.store(next)
+        if chunk > 0:
+            value += _joined(upper.load(_LAYOUT), lower)
+        if chunk == last_chunk(gl.load(length), most):
+            upper.store(value.to(out.dtype))
+        else:
+            high, next = _cut(value, out.dtype)
+            upper.store(high)
+            gl.store(_lower(low, tile_row, tile_col, hidden), next, mask=tile_col < hidden)
     fence_async_shared()
     store_async(out, [tile_row, tile_col], upper)
-    if low is not None:
-        store_async(low, [tile_row, tile_col], lower)
     if rows_of_classes is not None:
-        keep_classes(value, rows_of_classes, slot, col, hidden)
+        keep_classes(value, rows_of_classes, slot - chunk * most, col, hidden)

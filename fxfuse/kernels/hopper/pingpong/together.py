@@ -27,7 +27,7 @@ from .ring import (
     narrow_zeros,
     seen_as,
 )
-from .sums import PIECE, add_bias, add_piece, load_pieces, sizes, slots_of
+from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
 
 WIDTH = gl.constexpr(256)  # columns of a tile
 LAG = gl.constexpr(3)  # steps
@@ -102,7 +102,7 @@ def _multiply(
 @gluon.jit
 def _load(
     dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers,
-    lowers, full, empty, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    full, empty, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK // 2
     _, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
@@ -123,7 +123,7 @@ def _load(
         for second in gl.static_range(2):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            load_pieces(out, low, uppers, lowers, PIECES * slot, bar, row + second * HALF, col, chunk, PIECES)
+            load_pieces(out, low, uppers, PIECES * slot, bar, row + second * HALF, col, chunk, PIECES)
             slot, phase = after(slot, phase, STAGES)
 
 
@@ -138,7 +138,7 @@ def _pass_over(full, empty, slot, phase, STAGES: gl.constexpr):
 @gluon.jit
 def _add(
     out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
-    programs, dz_tiles, x_tiles, factor_tiles, uppers, lowers, full, empty, lead, WARPGROUP: gl.constexpr,
+    programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, WARPGROUP: gl.constexpr,
     BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     rows, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
@@ -149,7 +149,14 @@ def _add(
     for tile in range(gl.program_id(0), tiles, programs):
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
         row = class_block * BLOCK + WARPGROUP * (BLOCK // 2)
-        slot_of_class = slots_of(rows_of_classes, slots, row, chunk, most, vocab)
+        col = column * WIDTH
+        slot_of_class = slots_of(rows_of_classes, slots, row, vocab)
+        lower = (
+            load_lower(low, row, col, chunk, hidden),
+            load_lower(low, row, col + PIECE, chunk, hidden),
+            load_lower(low, row, col + 2 * PIECE, chunk, hidden),
+            load_lower(low, row, col + 3 * PIECE, chunk, hidden),
+        )
         if WARPGROUP == 1:
             mbarrier.wait(lead.index(0), round & 1)
         acc, parts, slot, phase = _multiply(
@@ -163,10 +170,9 @@ def _add(
             slot, phase = _pass_over(full, empty, slot, phase, STAGES)
         mbarrier.wait(full.index(slot), phase)
         for i in gl.static_range(PIECES):
-            at = PIECES * slot + i
             add_piece(
-                half(half(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(at), lowers.index(at), normalise,
-                class_weight, class_row, rows_of_classes, slot_of_class, rows, row, column * WIDTH + i * PIECE, length,
+                half(half(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(PIECES * slot + i), lower[i],
+                normalise, class_weight, class_row, rows_of_classes, slot_of_class, rows, row, col + i * PIECE, length,
                 chunk, most, vocab, hidden,
             )  # fmt: skip
         own = slot
@@ -183,7 +189,7 @@ def d_weight_together_kernel(
     dz,  # descriptor of [most, W] in blocks [BK, 64]
     x,  # descriptor of [most, D] in blocks [BK, 256]
     out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
-    low,  # descriptor of [W, D] int8 in the same blocks, or None: where there is one chunk only
+    low,  # int8, as ``..products.lower_at`` has them, or None: where there is one chunk only
     factors,  # descriptor of [most, 16] in blocks [BK, 16]: the factor of each row in parts; or None
     d_bias,  # [W] float32, added to: the sums over the rows of dz times their factors; or None
     normalise,
@@ -212,9 +218,6 @@ def d_weight_together_kernel(
     if factors is not None:
         factor_tiles = gl.allocate_shared_memory(factors.dtype, [STAGES, BK, NARROW], factors.layout)
     uppers = seen_as(x_tiles, out, PIECES * STAGES)
-    lowers = uppers  # which is not looked at
-    if low is not None:
-        lowers = seen_as(dz_tiles, low, PIECES * STAGES)
     full = barriers(STAGES)
     empty = barriers(STAGES, 2)
     lead = barriers(1)
@@ -222,17 +225,17 @@ def d_weight_together_kernel(
         [
             (_add, (
                 out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, lowers, full, empty, lead, 0, BK,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 0, BK,
                 GROUP, STAGES, ROWS,
             )),
             (_add, (
                 out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, lowers, full, empty, lead, 1, BK,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 1, BK,
                 GROUP, STAGES, ROWS,
             )),
             (_load, (
                 dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles,
-                uppers, lowers, full, empty, BK, GROUP, STAGES, ROWS,
+                uppers, full, empty, BK, GROUP, STAGES, ROWS,
             )),
         ],
         [4, 1],
