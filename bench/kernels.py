@@ -71,9 +71,6 @@ class Kernels:
     def weight_product(self) -> None:
         """In the middle of the chunks, where there are several: with old sums and new ones."""
         chunk, kept = min(1, self.rows.chunks - 1), self.made.kept
-        # The slots of the chunk before, as it were, which has given this one's classes theirs.
-        self.classes.slots.fill_(-1)
-        self.call.place_classes(self.rows, chunk, self.classes)
         self.call.add_weight(
             self.rows, chunk, self.everything, self.e, kept.gathered, self.d_weight, classes=self.classes
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -117,6 +118,35 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(SyntaxError):
             op()
         assert active_mode.get() is None
+
+
+@pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
+@pytest.mark.parametrize("loads", [True, False])
+def test_kernels_are_loaded_in_threads_too(monkeypatch: pytest.MonkeyPatch, loads: bool) -> None:
+    """And what cannot be loaded says so where it is launched, not before."""
+    from triton.runtime._async_compile import active_mode
+
+    diary: list[str] = []
+
+    class Compiled:
+        @property
+        def run(self) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            diary.append("load")
+            if not loads:
+                raise MemoryError
+
+    class Threaded(Kernel):
+        def warmup(self, *_: Any, grid: Any) -> None:
+            mode = active_mode.get()
+            assert mode is not None
+            mode.submit("key", Compiled, lambda kernel: diary.append(f"have {type(kernel).__name__}"))
+
+    monkeypatch.setattr(launcher, "JITFunction", Kernel)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher, "driver", mock.MagicMock())
+    launcher.compiled_together(lambda: launcher.launch(0, Threaded("a", diary), (1,), 0))()
+    assert diary == ["load", "have Compiled", "launch a"]
 
 
 class Driver:

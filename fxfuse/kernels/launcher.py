@@ -4,7 +4,8 @@ Triton finds the compiled kernel for a call anew each time, by all its arguments
 kernels here. This keeps what it found, under a signature of the call from which all those arguments follow.
 
 A kernel takes Triton one to three seconds to compile. Of a call that launches a dozen new ones, ``compiled_together``
-makes a rehearsal that launches nothing: Triton is asked for each kernel and compiles them in threads.
+makes a rehearsal that launches nothing: Triton is asked for each kernel and compiles them in threads, which also make
+them ready to be launched: Triton 3.6 has a C compiler make a function for each, which it would ask for one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -172,12 +173,30 @@ def compiled_together(op: Callable[..., R]) -> Callable[..., R]:
         # A rehearsal has no place in a CUDA graph.
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             # What does not compile says so where it is launched. Raised in here, it would leave Triton in this mode.
-            threads = ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS))
-            with threads, AsyncCompileMode(threads, ignore_errors=True):
+            with _Compilers() as threads, AsyncCompileMode(threads, ignore_errors=True):
                 _in_mode("rehearse", op, *args, **kwargs)
         return _in_mode("launch", op, *args, **kwargs)
 
     return begun_anew
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads in which kernels are compiled and loaded, for the device that is current where this is made."""
+
+    def __init__(self) -> None:
+        super().__init__(min(os.cpu_count() or 1, MOST_THREADS))
+        self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def submit(self, compile: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        def compile_and_load() -> T:
+            kernel = compile(*args, **kwargs)
+            if self.device is not None:
+                torch.cuda.set_device(self.device)  # of this thread
+            with contextlib.suppress(Exception):  # it says so where it is launched
+                kernel.run  # type: ignore[attr-defined]  # noqa: B018 (a property that loads it)
+            return kernel
+
+        return super().submit(compile_and_load)
 
 
 def _in_mode(mode: str, op: Callable[..., R], *args: Any, **kwargs: Any) -> R:

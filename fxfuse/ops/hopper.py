@@ -111,14 +111,16 @@ class _Gradients:
             call.add_input(
                 rows, chunk, everything, e, sums[0], parts, True, True, k.factor, made.undo, made.rank_one, k.own
             )
-        if self.need_weight:
+        total = sums[1] if self.need_weight else None
+        if classes is not None and chunk > 0:
+            call.finish_classes(rows, chunk, k.own, classes, total, d_bias)
+        if total is not None:
             call.add_weight(
-                rows, chunk, everything, e, k.gathered, sums[1], made.undo, made.weight_row, classes, d_bias, k.factor
+                rows, chunk, everything, e, k.gathered, total, made.undo, made.weight_row, classes, d_bias, k.factor
             )
         elif d_bias is not None:
             call.add_bias(rows, chunk, everything, e, d_bias, k.factor, made.undo)
-        if classes is not None:
-            total = sums[1] if self.need_weight else None
+        if classes is not None and chunk == 0:
             call.finish_classes(rows, chunk, k.own, classes, total, d_bias)
 
     def exponentials(self, listed: Listed, stats: Stats, up: Upstream) -> None:

@@ -1,7 +1,8 @@
 """The classes that a chunk's rows are indexed with: their order, and the large entries that they give to d_weight.
 
-The gradients of indexed logits are kept apart from the product, in float32. Each class of a chunk has a slot, a float32
-row where the product stores its sum; what its rows give is added there, and only then rounded.
+The gradients of indexed logits are kept apart from the product, in float32, and added to the sums before these are
+rounded to the gradient's dtype. The first chunk's product may be the last, so there a class has a slot, a float32 row
+where the product stores its sum. Later chunks find sums in 24 bits, and add to them before their products do.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .products import cut, lower_at
+from .products import cut, joined, lower_at
 from .schedule import begin, chunk_bounds, last_chunk
+
+# Rows that are looked at together for the end of a class.
+MOST_SAME = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["rows", "most"])
@@ -83,33 +87,27 @@ def _first_of_class(keys, start, slot, chunk, vocab, there):
     """(the key, the class) of the sorted row ``slot`` of a chunk, and whether it is the first row of a class."""
     key = tl.load(keys + start + slot, mask=there, other=0).to(tl.int64)
     before = tl.load(keys + start + slot - 1, mask=there & (slot > 0), other=-1)
-    label = key - chunk.to(tl.int64) * (vocab + 1)
+    label = key - tl.full((), chunk, tl.int64) * (vocab + 1)
     return key, label, there & (label < vocab) & (key != before)
 
 
-@triton.jit
-def _place_classes(keys, count, slots, slot, chunk, most, vocab, ROWS: tl.constexpr):
-    """Give the classes of a chunk that begin at the sorted rows ``slot`` their slots: chunk * most + that row."""
-    start, rows = chunk_bounds(count, chunk, most, ROWS)
-    _, label, is_first = _first_of_class(keys, start, slot, chunk, vocab, slot < rows)
-    tl.store(slots + label, chunk * most + slot, mask=is_first)
-
-
-@triton.jit(do_not_specialize=["chunk", "most"])
+@triton.jit(do_not_specialize=["most"])
 def slots_kernel(
     keys,  # [N], of ``keys_kernel``, ascending
     length,  # [1] int32
     slots,  # [V] int32, out
-    chunk,
     most,
     vocab,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Give the classes of the first chunk their slots: the sorted rows at which they begin."""
     begin(PDL)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _place_classes(keys, tl.load(length), slots, slot, chunk, most, vocab, ROWS)
+    start, rows = chunk_bounds(tl.load(length), 0, most, ROWS)
+    _, label, is_first = _first_of_class(keys, start, slot, 0, vocab, slot < rows)
+    tl.store(slots + label, slot, mask=is_first)
 
 
 @triton.jit(do_not_specialize=["chunk", "most"])
@@ -119,10 +117,9 @@ def own_classes_kernel(
     length,  # [1] int32
     own,  # [N] float32
     x,  # [N, D]
-    rows_of_classes,  # [most, D] float32: the sums of each class so far, at its slot
-    slots,  # [V] int32, out: of the next chunk
-    out,  # [V, D], out; or None
-    low,  # int8, as ``lower_at`` has them, out; or None
+    rows_of_classes,  # [most, D] float32: the first chunk's sums of each class, at its slot
+    out,  # [V, D]: added to; or None
+    low,  # int8, as ``lower_at`` has them: added to; or None
     d_bias,  # [V] float32, added to; or None
     chunk,
     most,
@@ -136,17 +133,13 @@ def own_classes_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add ``own`` times hidden states to the classes of a chunk's rows, rows of the same class in the list's order.
-
-    The product that needed this chunk's slots is done, so the next chunk's take their place.
-    """
+    """Add ``own`` times hidden states to the classes of a chunk's rows, rows of the same class in the list's order."""
     begin(PDL)
     count = tl.load(length)
     start, rows = chunk_bounds(count, chunk, most, ROWS)
     slot = tl.program_id(0)
     source = tl.load(sources + start + slot, mask=slot < rows, other=0).to(tl.int64)
     key, label, is_first = _first_of_class(keys, start, slot, chunk, vocab, slot < rows)
-    _place_classes(keys, count, slots, slot, chunk + 1, most, vocab, ROWS)
     if not is_first:
         return
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -156,25 +149,38 @@ def own_classes_kernel(
     total = _times(g, x + source * x_row + col.to(tl.int64) * x_col, there)
     total_bias = g
     if out is not None:
-        total += tl.load(rows_of_classes + slot.to(tl.int64) * hidden + col, mask=there, other=0.0)
-    more = slot + 1
-    while tl.load(keys + start + more, mask=more < rows, other=-1) == key:
-        at = more + tl.arange(0, BLOCK_ENTRIES)
-        same = tl.load(keys + start + at, mask=at < rows, other=-1) == key
-        others = tl.load(sources + start + at, mask=same, other=0).to(tl.int64)
-        of_others = tl.load(own + others, mask=same, other=0.0)
-        from_rows = x + others[:, None] * x_row + col.to(tl.int64)[None, :] * x_col
-        total += tl.sum(_times(of_others[:, None], from_rows, same[:, None] & there[None, :]), 0)
-        total_bias += tl.sum(of_others, 0)
-        more += BLOCK_ENTRIES
-    if out is not None:
+        is_slot = there & (chunk == 0)
+        total += tl.load(rows_of_classes + slot.to(tl.int64) * hidden + col, mask=is_slot, other=0.0)
         at = label * hidden + col
+        again = there & (chunk > 0)
+        upper = tl.load(out + at, mask=again, other=0.0)
+        if low is None:
+            total += upper.to(tl.float32)
+        else:
+            low_at = lower_at(label, col, hidden, IN_PIECES)
+            total += joined(upper, tl.load(low + low_at, mask=again, other=0))
+    more = slot + 1
+    end = more
+    same = tl.full((), MOST_SAME, tl.int32)
+    while same == MOST_SAME:
+        next = end + tl.arange(0, MOST_SAME)
+        same = tl.sum((tl.load(keys + start + next, mask=next < rows, other=-1) == key).to(tl.int32), 0)
+        end += same
+    for first in range(more, end, BLOCK_ENTRIES):
+        entry = first + tl.arange(0, BLOCK_ENTRIES)
+        others = tl.load(sources + start + entry, mask=entry < end, other=0).to(tl.int64)
+        of_others = tl.load(own + others, mask=entry < end, other=0.0)
+        from_rows = x + others[:, None] * x_row + col.to(tl.int64)[None, :] * x_col
+        total += tl.sum(_times(of_others[:, None], from_rows, (entry < end)[:, None] & there[None, :]), 0)
+        total_bias += tl.sum(of_others, 0)
+    if out is not None:
         if low is None:
             tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
         else:
-            upper, lower = cut(total, chunk == last_chunk(count, most), out.dtype.element_ty)
+            # Before a later chunk's product no sum is the last.
+            upper, lower = cut(total, (chunk == 0) & (last_chunk(count, most) == 0), out.dtype.element_ty)
             tl.store(out + at, upper, mask=there)
-            tl.store(low + lower_at(label, col, hidden, IN_PIECES), lower, mask=there)
+            tl.store(low + low_at, lower, mask=there)
     if d_bias is not None:
         only = tl.program_id(1) == 0  # one program of the class
         tl.store(d_bias + label, tl.load(d_bias + label, mask=only, other=0.0) + total_bias, mask=only)

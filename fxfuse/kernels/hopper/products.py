@@ -43,8 +43,9 @@ def cut(value, last, DTYPE: tl.constexpr):
 def lower_at(row, col, hidden, IN_PIECES: tl.constexpr):
     """Where the next bits of d_weight's sums are.
 
-    In rows like the gradient itself. Or IN_PIECES of 64x64, one row of pieces after the other, and in a piece as a
-    warpgroup's threads have the elements of a product: for each 8 of a warp's 16 rows, of a thread all pairs of columns.
+    In rows like the gradient itself. Or IN_PIECES of 64x64, one row of pieces after the other, and in a piece as the
+    threads of a warpgroup have the elements of a product: in either half of a warp's 16 rows, a thread's eight pairs of
+    columns side by side.
     """
     if not IN_PIECES:
         return row * hidden + col
@@ -233,8 +234,8 @@ def d_weight_kernel(
     normalise,  # [1] float32 or None
     class_weight,  # [W] float32, or None for ones
     class_row,  # [D] float32 or None: added to the first sum, times the class's weight
-    rows_of_classes,  # [most, D] float32, out: the sums of the classes that have a slot in this chunk; or None
-    slots,  # [W] int32: chunk * most + row of rows_of_classes
+    rows_of_classes,  # [most, D] float32, out: the first chunk's sums of the classes that have a slot; or None
+    slots,  # [W] int32: rows of rows_of_classes
     length,  # [1] int32
     chunk,
     most,
@@ -269,7 +270,7 @@ def d_weight_kernel(
         col = tile_col + tl.arange(0, HALF)
         slot = None
         if rows_of_classes is not None:
-            slot = tl.load(slots + row, mask=row < vocab, other=-1) - chunk * most
+            slot = tl.load(slots + row, mask=row < tl.where(first, vocab, 0), other=-1)
         _finish_classes(
             left, out, low, normalise, class_weight, class_row, rows_of_classes, slot, rows, row, col, vocab, hidden,
             first, last,

@@ -33,24 +33,19 @@ class OrderedClasses(Described):
             ranked, position = keys.sort(stable=True)
             sources = rows.order.index_select(0, position)
         slots = torch.full((self.vocab,), -1, dtype=torch.int32, device=self.input.device)
-        classes = Classes(ranked, sources, self.empty(rows.most, self.hidden), slots)
-        self.place_classes(rows, 0, classes)
-        return classes
-
-    def place_classes(self, rows: Rows, chunk: int, classes: Classes) -> None:
-        """Give the classes of a chunk their slots."""
         self.launch(
-            (self.signature, classes.keys.dtype), kernels.slots_kernel, (tiles.cdiv(rows.most, 256),), classes.keys,
-            rows.length, classes.slots, chunk, rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
+            (self.signature, dtype), kernels.slots_kernel, (tiles.cdiv(rows.most, 256),), ranked, rows.length, slots,
+            rows.most, self.vocab, BLOCK=256, ROWS=self.row_block,
         )  # fmt: skip
+        return Classes(ranked, sources, self.empty(rows.most, self.hidden), slots)
 
     def finish_classes(
         self, rows: Rows, chunk: int, own: Tensor, classes: Classes, total: Sum | None, d_bias: Tensor | None
     ) -> None:
-        """Add what gradients ``own [N, 1]`` of indexed logits give to d_weight, after the chunk's product, and d_bias.
+        """Add what gradients ``own [N, 1]`` of indexed logits give to d_weight and d_bias.
 
-        They are the large entries, and where a model is sure of them they nearly cancel the rest: what is added up is
-        rounded after that. The next chunk's classes are given their slots.
+        After the first chunk's product, and before those of later chunks. They are the large entries, and where a model
+        is sure of them they nearly cancel the rest: what is added up is rounded to the gradient's dtype after that.
         """
         block = min(1024, tiles.next_power_of_2(self.hidden))
         out, low = (None, None) if total is None else total
@@ -64,7 +59,6 @@ class OrderedClasses(Described):
             own,
             self.input,
             classes.rows,
-            classes.slots,
             out,
             low,
             d_bias,

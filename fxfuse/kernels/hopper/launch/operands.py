@@ -62,8 +62,8 @@ class Classes(NamedTuple):
 
     keys: Tensor  # [N] int32 or int64: chunk and class of the listed rows, sorted
     sources: Tensor  # [N] int32: the row of N that each is of
-    rows: Tensor  # [most, D] float32: sums of a chunk's classes
-    slots: Tensor  # [V] int32: chunk * most + row
+    rows: Tensor  # [most, D] float32: the first chunk's sums of its classes
+    slots: Tensor  # [V] int32: the rows of those, or -1
 
 
 class Sum(NamedTuple):

@@ -11,7 +11,6 @@ from ... import tiles
 from .. import products
 from .operands import Classes, Described, Rows, Sum, describe, pingpong
 
-
 PIECE = 64  # rows and columns: of what d_weight's kernels that take turns add to at a time
 
 

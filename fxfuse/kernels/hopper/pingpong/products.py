@@ -50,7 +50,8 @@ def _load_sums(
 @gluon.jit
 def _add(
     out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
-    programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, WARPGROUP: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, WARPGROUP: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     rows, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
     steps = gl.cdiv(terms, BK)
@@ -60,8 +61,8 @@ def _add(
         row = class_block * BLOCK
         col = column * BLOCK
         slot_of_class = (
-            slots_of(rows_of_classes, slots, row, vocab),
-            slots_of(rows_of_classes, slots, row + PIECE, vocab),
+            slots_of(rows_of_classes, slots, row, chunk, vocab),
+            slots_of(rows_of_classes, slots, row + PIECE, chunk, vocab),
         )
         lower = (
             load_lower(low, row, col, chunk, hidden),
@@ -132,11 +133,13 @@ def d_weight_kernel(
         [
             (_add, (
                 out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, 0, BK, GROUP, STAGES, ROWS,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, 0, BK,
+                GROUP, STAGES, ROWS,
             )),
             (_add, (
                 out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, 1, BK, GROUP, STAGES, ROWS,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, 1, BK,
+                GROUP, STAGES, ROWS,
             )),
             (_load, (
                 dz, x, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full,

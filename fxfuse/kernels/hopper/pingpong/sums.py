@@ -144,13 +144,13 @@ def add_bias(d_bias, parts, normalise, rows, tile_row, vocab):
 
 
 @gluon.jit
-def slots_of(rows_of_classes, slots, tile_row, vocab):
-    """What ``slots`` has for a piece's classes. Nothing may wait for it before the product."""
+def slots_of(rows_of_classes, slots, tile_row, chunk, vocab):
+    """The slots of a piece's classes in the first chunk, below 0 for those without."""
     row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
     if rows_of_classes is None:
         return row
     else:
-        return gl.load(slots + row, mask=row < vocab, other=-1)
+        return gl.load(slots + row, mask=row < gl.where(chunk == 0, vocab, 0), other=-1)
 
 
 @gluon.jit
@@ -158,7 +158,7 @@ def add_piece(
     value, out, low, upper, lower, normalise, class_weight, class_row, rows_of_classes, slot, rows, tile_row, tile_col,
     length, chunk, most, vocab, hidden,
 ):  # fmt: skip
-    """Add ``value [64, 64]`` to the piece ``upper``, with the bits ``lower``, if this is not the first, and store it."""
+    """Add ``value [64, 64]`` to the piece ``upper`` and ``lower``, if this is not the first chunk, and store it."""
     row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
     col = tile_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, _LAYOUT))
     value = gl.convert_layout(value, _LAYOUT, assert_trivial=True)
@@ -178,5 +178,6 @@ def add_piece(
             gl.store(_lower(low, tile_row, tile_col, hidden), next, mask=tile_col < hidden)
     fence_async_shared()
     store_async(out, [tile_row, tile_col], upper)
-    if rows_of_classes is not None:
-        keep_classes(value, rows_of_classes, slot - chunk * most, col, hidden)
+    if rows_of_classes is not None:  # noqa: SIM102
+        if chunk == 0:
+            keep_classes(value, rows_of_classes, slot, col, hidden)

@@ -150,7 +150,7 @@ def _add(
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
         row = class_block * BLOCK + WARPGROUP * (BLOCK // 2)
         col = column * WIDTH
-        slot_of_class = slots_of(rows_of_classes, slots, row, vocab)
+        slot_of_class = slots_of(rows_of_classes, slots, row, chunk, vocab)
         lower = (
             load_lower(low, row, col, chunk, hidden),
             load_lower(low, row, col + PIECE, chunk, hidden),
