@@ -23,7 +23,7 @@ def load_blocks(
     columns = gl.cdiv(vocab, BLOCK)
     load_tiles(
         x, w, None, x_tiles, w_tiles, None, full, empty, gl.program_id(0), row_blocks * columns, programs, row_blocks,
-        columns, hidden, True, not TRANSPOSED, BK, GROUP, STAGES,
+        columns, 0, hidden, True, not TRANSPOSED, BK, GROUP, STAGES,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...logits import grouped
-from ..schedule import begin
+from ..schedule import begin, last_chunk
 from .ring import BLOCK, NARROW, barriers, half, half_of_rows, load_tiles, multiply_both
 from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
 
@@ -23,10 +23,10 @@ def _load(
     dz, x, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty,
     BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    _, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
+    start, stop, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
     load_tiles(
         dz, x, factors, dz_tiles, x_tiles, factor_tiles, full, empty, gl.program_id(0), tiles, programs, class_blocks,
-        columns, terms, False, False, BK, GROUP, STAGES,
+        columns, start, stop, False, False, BK, GROUP, STAGES,
     )  # fmt: skip
 
 
@@ -53,8 +53,9 @@ def _add(
     programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, WARPGROUP: gl.constexpr,
     BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    rows, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
-    steps = gl.cdiv(terms, BK)
+    start, stop, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, 1, BLOCK, ROWS)
+    is_last = chunk == last_chunk(gl.load(length), most)
+    steps = gl.cdiv(stop - start, BK)
     round = 0
     for tile in range(gl.program_id(0) + WARPGROUP * programs, tiles, 2 * programs):
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
@@ -76,13 +77,13 @@ def _add(
         )  # fmt: skip
         if d_bias is not None:  # noqa: SIM102
             if column == 0:
-                add_bias(d_bias, parts, normalise, rows, row, vocab)
+                add_bias(d_bias, parts, normalise, row, vocab)
         for i in gl.static_range(PIECES):
             mbarrier.wait(come.index(WARPGROUP * PIECES + i), round & 1)
             add_piece(
                 half(half_of_rows(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(i), lower[i], normalise,
-                class_weight, class_row, rows_of_classes, slot_of_class[i // 2], rows, row + i // 2 * PIECE,
-                col + i % 2 * PIECE, length, chunk, most, vocab, hidden,
+                class_weight, class_row, rows_of_classes, slot_of_class[i // 2], row + i // 2 * PIECE,
+                col + i % 2 * PIECE, chunk, is_last, vocab, hidden,
             )  # fmt: skip
             if i > 0:
                 tma.store_wait(1)  # the piece before has been read

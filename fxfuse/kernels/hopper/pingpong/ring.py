@@ -124,10 +124,10 @@ def add_products(a, b, c, acc, sums, AGAIN: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, first, last, stride, row_blocks, columns, length,
+    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, first, last, stride, row_blocks, columns, start, stop,
     A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands of the tiles ``first, first + stride, …`` below ``last``, ``BK`` of the ``length`` at a time.
+    """Load the operands of the tiles ``first, first + stride, …`` below ``last``, ``BK`` at a time from start to stop.
 
     Tiles are those of ``grouped``; without a GROUP, those of the one row block ``row_blocks``. A_ALONG and B_ALONG say
     that an operand's descriptor has the summed dimension last. With a descriptor ``c``, tiles of the first column have
@@ -142,7 +142,7 @@ def load_tiles(
             row_block, column = row_blocks, tile
         row = row_block * BLOCK
         col = column * BLOCK
-        for k in range(0, length, BK):
+        for k in range(start, stop, BK):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             expect_tiles(bar, c, c_tiles, slot, k, column, BK, 2 * BLOCK)

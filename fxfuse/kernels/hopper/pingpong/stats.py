@@ -30,7 +30,7 @@ def _load(
 ):  # fmt: skip
     row_block, lane, lanes, columns = _lane(length, chunk, most, vocab, programs, ROWS)
     load_tiles(
-        x, w, None, x_tiles, w_tiles, None, full, empty, lane, columns, lanes, row_block, columns, hidden, True,
+        x, w, None, x_tiles, w_tiles, None, full, empty, lane, columns, lanes, row_block, columns, 0, hidden, True,
         not TRANSPOSED, BK, 0, STAGES,
     )  # fmt: skip
 

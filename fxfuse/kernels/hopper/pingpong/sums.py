@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..products import keep_classes, scaled
-from ..schedule import chunk_bounds, last_chunk
+from ..schedule import chunk_bounds
 from .ring import BLOCK, NARROW, load_async, store_async
 
 PIECE = gl.constexpr(64)  # rows and columns
@@ -99,13 +99,14 @@ def _lower(low, tile_row, tile_col, hidden):
 
 @gluon.jit
 def sizes(length, chunk, most, vocab, hidden, LEAST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr):
-    """(rows of the chunk, rows to multiply: at least ``LEAST``, blocks of classes, columns, tiles)."""
+    """(the rows to multiply: from and to, at least ``LEAST``; blocks of classes, columns, tiles)."""
     _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+    start = gl.where(rows > 0, 0, most)  # if there are none, those past the end: zeros
     class_blocks = gl.cdiv(vocab, BLOCK)
     columns = gl.cdiv(hidden, WIDTH)
     # A chunk without rows has nothing to do, but for the first, which must write.
     tiles = gl.where((rows > 0) | (chunk == 0), class_blocks * columns, 0)
-    return rows, gl.maximum(rows, LEAST), class_blocks, columns, tiles
+    return start, start + gl.maximum(rows, LEAST), class_blocks, columns, tiles
 
 
 @gluon.jit
@@ -132,14 +133,14 @@ def load_lower(low, tile_row, tile_col, chunk, hidden):
 
 
 @gluon.jit
-def add_bias(d_bias, parts, normalise, rows, tile_row, vocab):
-    """Add ``parts [classes, NARROW]``, the columns' sums in parts, to the gradient of the bias, if there are rows."""
+def add_bias(d_bias, parts, normalise, tile_row, vocab):
+    """Add ``parts [classes, NARROW]``, the columns' sums in parts, to the gradient of the bias."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NARROW, 16])
     value = gl.sum(parts, 1)
     if normalise is not None:
         value *= gl.load(normalise)
     row = tile_row + gl.arange(0, parts.shape[0], layout=gl.SliceLayout(1, layout))
-    there = row < gl.where(rows > 0, vocab, 0)
+    there = row < vocab
     gl.store(d_bias + row, gl.load(d_bias + row, mask=there, other=0.0) + value, mask=there)
 
 
@@ -154,30 +155,34 @@ def slots_of(rows_of_classes, slots, tile_row, chunk, vocab):
 
 
 @gluon.jit
+def _send(out, value, buffer, tile_row, tile_col):
+    buffer.store(value)
+    fence_async_shared()
+    store_async(out, [tile_row, tile_col], buffer)
+
+
+@gluon.jit
 def add_piece(
-    value, out, low, upper, lower, normalise, class_weight, class_row, rows_of_classes, slot, rows, tile_row, tile_col,
-    length, chunk, most, vocab, hidden,
+    value, out, low, upper, lower, normalise, class_weight, class_row, rows_of_classes, slot, tile_row, tile_col, chunk,
+    is_last, vocab, hidden,
 ):  # fmt: skip
     """Add ``value [64, 64]`` to the piece ``upper`` and ``lower``, if this is not the first chunk, and store it."""
     row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
     col = tile_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, _LAYOUT))
     value = gl.convert_layout(value, _LAYOUT, assert_trivial=True)
-    if rows == 0:  # what was multiplied is anything
-        value = gl.zeros([PIECE, PIECE], gl.float32, _LAYOUT)
     value = scaled(value, normalise, class_weight, class_row, row, col, vocab, hidden, chunk == 0)
     if low is None:
-        upper.store(value.to(out.dtype))
+        _send(out, value.to(out.dtype), upper, tile_row, tile_col)
     else:
         if chunk > 0:
             value += _joined(upper.load(_LAYOUT), lower)
-        if chunk == last_chunk(gl.load(length), most):
-            upper.store(value.to(out.dtype))
+        if is_last:
+            _send(out, value.to(out.dtype), upper, tile_row, tile_col)
         else:
             high, next = _cut(value, out.dtype)
-            upper.store(high)
+            _send(out, high, upper, tile_row, tile_col)
+            # After the fence in there, which would wait for it.
             gl.store(_lower(low, tile_row, tile_col, hidden), next, mask=tile_col < hidden)
-    fence_async_shared()
-    store_async(out, [tile_row, tile_col], upper)
     if rows_of_classes is not None:  # noqa: SIM102
         if chunk == 0:
             keep_classes(value, rows_of_classes, slot, col, hidden)

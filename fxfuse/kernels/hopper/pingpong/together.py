@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ...logits import grouped
-from ..schedule import begin
+from ..schedule import begin, last_chunk
 from .ring import (
     BLOCK,
     NARROW,
@@ -59,26 +59,32 @@ def _add_steps(
 
 
 @gluon.jit
-def _multiply(
-    dz_tiles, x_tiles, factor_tiles, full, empty, lead, slot, phase, steps, first_column, WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """(this warpgroup's half ``[64, 256]`` float32 of the next product, its other result, the next slot, its parity).
-
-    The other result is as ``multiply_both`` has it.
-    """
+def _begin(dz_tiles, x_tiles, factor_tiles, full, slot, phase, WARPGROUP: gl.constexpr):
+    """The first step of a product: ``_multiply``'s results so far."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    last_alone = gl.minimum(steps, LAG) - 1
     mbarrier.wait(full.index(slot), phase)
     acc = gl.zeros([BLOCK // 2, WIDTH], gl.float32, layout)
     sums = acc
-    before = slot
     dz_tile = dz_tiles.index(2 * slot + WARPGROUP)
     if factor_tiles is None:
         acc = add_product(dz_tile, x_tiles.index(slot), acc, False, False, False)
     else:
         sums = narrow_zeros(BLOCK // 2)
         acc, sums = add_products(dz_tile, x_tiles.index(slot), factor_tiles.index(slot), acc, sums, False)
+    return acc, sums
+
+
+@gluon.jit
+def _multiply(
+    dz_tiles, x_tiles, factor_tiles, acc, sums, full, empty, lead, slot, phase, steps, first_column,
+    WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """(this warpgroup's half ``[64, 256]`` float32 of the next product, its other result, the next slot, its parity).
+
+    What ``_begin`` has begun at ``slot``, ended. The other result is as ``multiply_both`` has it.
+    """
+    last_alone = gl.minimum(steps, LAG) - 1
+    before = slot
     slot, phase = after(slot, phase, STAGES)
     rest = steps
     if factor_tiles is not None:
@@ -105,14 +111,14 @@ def _load(
     full, empty, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK // 2
-    _, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
+    start, stop, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
     slot = 0
     phase = 1  # every slot is empty at first
     for tile in range(gl.program_id(0), tiles, programs):
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
         row = class_block * BLOCK
         col = column * WIDTH
-        for k in range(0, terms, BK):
+        for k in range(start, stop, BK):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             expect_tiles(bar, factors, factor_tiles, slot, k, column, BK, BLOCK + WIDTH)
@@ -141,12 +147,18 @@ def _add(
     programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, WARPGROUP: gl.constexpr,
     BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    rows, terms, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
-    steps = gl.cdiv(terms, BK)
+    start, stop, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
+    is_last = chunk == last_chunk(gl.load(length), most)
+    steps = gl.cdiv(stop - start, BK)
     slot = 0
     phase = 0
     round = 0
     for tile in range(gl.program_id(0), tiles, programs):
+        if WARPGROUP == 1:
+            mbarrier.wait(lead.index(0), round & 1)
+        taken_factors = None if d_bias is None else factor_tiles
+        acc, parts = _begin(dz_tiles, x_tiles, taken_factors, full, slot, phase, WARPGROUP)
+        # What the sums need is looked up meanwhile.
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
         row = class_block * BLOCK + WARPGROUP * (BLOCK // 2)
         col = column * WIDTH
@@ -157,23 +169,21 @@ def _add(
             load_lower(low, row, col + 2 * PIECE, chunk, hidden),
             load_lower(low, row, col + 3 * PIECE, chunk, hidden),
         )
-        if WARPGROUP == 1:
-            mbarrier.wait(lead.index(0), round & 1)
         acc, parts, slot, phase = _multiply(
-            dz_tiles, x_tiles, None if d_bias is None else factor_tiles, full, empty, lead, slot, phase, steps,
-            column == 0, WARPGROUP, STAGES,
+            dz_tiles, x_tiles, taken_factors, acc, parts, full, empty, lead, slot, phase, steps, column == 0, WARPGROUP,
+            STAGES,
         )  # fmt: skip
         if d_bias is not None:  # noqa: SIM102
             if column == 0:
-                add_bias(d_bias, parts, normalise, rows, row, vocab)
+                add_bias(d_bias, parts, normalise, row, vocab)
         if WARPGROUP == 1:
             slot, phase = _pass_over(full, empty, slot, phase, STAGES)
         mbarrier.wait(full.index(slot), phase)
         for i in gl.static_range(PIECES):
             add_piece(
                 half(half(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(PIECES * slot + i), lower[i],
-                normalise, class_weight, class_row, rows_of_classes, slot_of_class, rows, row, col + i * PIECE, length,
-                chunk, most, vocab, hidden,
+                normalise, class_weight, class_row, rows_of_classes, slot_of_class, row, col + i * PIECE, chunk,
+                is_last, vocab, hidden,
             )  # fmt: skip
         own = slot
         slot, phase = after(slot, phase, STAGES)
