@@ -265,15 +265,8 @@ def fits(input: Tensor, weight: Tensor) -> bool:
 
 
 def kernel_for(kernel: Any, tile: tiles.Tile) -> Any:
-    """The kernel for such tiles: its namesake in ``pingpong`` where warpgroups take turns, or share a tile."""
-    if not tile.takes_turns:
-        return kernel
-    return getattr(pingpong(), kernel.__name__.replace("_kernel", "_together_kernel" if tile.together else "_kernel"))
-
-
-def rows_of_warpgroup(tile: tiles.Tile) -> int:
-    """Rows of a tile that are loaded at a time."""
-    return tile.rows // 2 if tile.together else tile.rows
+    """The kernel for such tiles: its namesake in ``pingpong`` where warpgroups take turns."""
+    return getattr(pingpong(), kernel.__name__) if tile.takes_turns else kernel
 
 
 @functools.cache
