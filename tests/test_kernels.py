@@ -553,6 +553,43 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
         hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES = sizes
 
 
+@case(routes=("described",))
+def the_lower_bits_of_sums_lie_as_threads_have_them() -> None:
+    from fxfuse.kernels.hopper.products import lower_at
+
+    height, width = 128, 144  # the last pieces of a row are not full
+    row, col = torch.arange(height)[:, None], torch.arange(width)[None, :]
+    piece = row // 64 * 3 + col // 64
+    # A warp has 16 rows of a product, a thread two neighbours of every 8 columns in two of these rows, 8 apart.
+    warp, half, thread, pair = row % 64 // 16, row % 16 // 8, row % 8 * 4 + col % 8 // 2, col % 64 // 8
+    expected = piece * 4096 + half * 2048 + (warp * 32 + thread) * 16 + pair * 2 + col % 2
+    assert torch.equal(lower_at.fn(row, col, width, True), expected)
+    assert expected.unique().numel() == height * width
+    assert torch.equal(lower_at.fn(row, col, width, False), row * width + col)
+
+
+@case(each_dtype=True, routes=("described",))
+def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> None:
+    from fxfuse.ops import hopper
+
+    size = hopper.MOST_EXPONENTIALS_BYTES
+    rows, vocab = (1500, 5000) if HAS_GPU else (50, 300)
+    nans = torch.full((2,), float("nan")).to(dtype)
+    bits = nans.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits[1] = -1  # all of them
+    try:
+        hopper.MOST_EXPONENTIALS_BYTES = rows // 4 * vocab * dtype.itemsize
+        for hidden in (256, 2064) if HAS_GPU else (16,):
+            for nan in nans:
+                p = problem(rows, hidden, vocab, dtype)
+                p.x[1, 3] = nan
+                assert p.x[1, 3].isnan()
+                _, _, d_weight, _ = cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
+                assert d_weight.isnan().all()
+    finally:
+        hopper.MOST_EXPONENTIALS_BYTES = size
+
+
 @case(each_dtype=True)
 def little_memory(dtype: torch.dtype) -> None:
     from fxfuse.ops import hopper
@@ -813,14 +850,16 @@ def no_rows(dtype: torch.dtype) -> None:
 
 @case(each_dtype=True)
 def all_rows_idle(dtype: torch.dtype) -> None:
-    p = problem(40, 24, 90, dtype, bias=True, class_sum=True, idle=1.1)
-    p.x[3] = float("nan")
-    assert all(not t.any() for t in cuda.linear_stats(*p.operands, True, True))
-    for result in (
-        cuda.linear_loss(*p.operands, *p.upstream, True, True, True),
-        cuda.linear_stats_backward(*p.operands, p.g_lse, p.g_lse, *p.upstream, True, True, True),
-    ):
-        assert all(not t.any() for t in result)
+    # Of more than 64 rows, and of many hidden units, other kernels are used on a GPU.
+    for rows, hidden in ((40, 24), (100, 24), (100, 2064)) if HAS_GPU else ((40, 24),):
+        p = problem(rows, hidden, 90, dtype, bias=True, class_sum=True, idle=1.1)
+        p.x[3] = float("nan")
+        assert all(not t.any() for t in cuda.linear_stats(*p.operands, True, True))
+        for result in (
+            cuda.linear_loss(*p.operands, *p.upstream, True, True, True),
+            cuda.linear_stats_backward(*p.operands, p.g_lse, p.g_lse, *p.upstream, True, True, True),
+        ):
+            assert all(not t.any() for t in result)
 
 
 @case(each_dtype=True)

@@ -49,7 +49,7 @@ def lower_at(row, col, hidden, IN_PIECES: tl.constexpr):
     """
     if not IN_PIECES:
         return row * hidden + col
-    piece = (row // 64) * tl.cdiv(hidden, 64) + col // 64
+    piece = (row // 64) * ((hidden + 63) // 64) + col // 64
     row_within, col_within = row % 64, col % 64
     row_in_order = row_within // 8 % 2 * 32 + row_within // 16 * 8 + row_within % 8
     col_in_order = col_within % 8 // 2 * 16 + col_within // 8 * 2 + col_within % 2
