@@ -146,7 +146,7 @@ def test_kernels_are_loaded_in_threads_too(monkeypatch: pytest.MonkeyPatch, load
     monkeypatch.setattr(launcher, "_compiled", {})
     monkeypatch.setattr(launcher, "driver", mock.MagicMock())
     launcher.compiled_together(lambda: launcher.launch(0, Threaded("a", diary), (1,), 0))()
-    assert diary == ["load", "have Compiled", "launch a"]
+    assert diary == ["load", *(["have Compiled"] if loads else []), "launch a"]
 
 
 class Driver:

@@ -572,13 +572,12 @@ def the_lower_bits_of_sums_lie_as_threads_have_them() -> None:
 def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> None:
     from fxfuse.ops import hopper
 
-    size = hopper.MOST_EXPONENTIALS_BYTES
-    rows, vocab = (1500, 5000) if HAS_GPU else (50, 300)
+    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES)
+    rows, vocab = (5000, 1500) if HAS_GPU else (300, 50)
     nans = torch.full((2,), float("nan")).to(dtype)
-    bits = nans.view(torch.int32 if dtype == torch.float32 else torch.int16)
-    bits[1] = -1  # all of them
+    nans.view(torch.int32 if dtype == torch.float32 else torch.int16)[1] = -1  # all bits
     try:
-        hopper.MOST_EXPONENTIALS_BYTES = rows // 4 * vocab * dtype.itemsize
+        hopper.MOST_EXPONENTIALS_BYTES = hopper.WINDOW_BYTES = rows // 4 * vocab * dtype.itemsize
         for hidden in (256, 2064) if HAS_GPU else (16,):
             for nan in nans:
                 p = problem(rows, hidden, vocab, dtype)
@@ -586,8 +585,12 @@ def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> 
                 assert p.x[1, 3].isnan()
                 _, _, d_weight, _ = cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
                 assert d_weight.isnan().all()
+                # Here the hidden states are multiplied as they are.
+                lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+                arguments = *p.operands, lse, residual, *p.upstream, True, True, False
+                assert cuda.linear_stats_backward(*arguments)[1].isnan().all()
     finally:
-        hopper.MOST_EXPONENTIALS_BYTES = size
+        hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES = sizes
 
 
 @case(each_dtype=True)

@@ -172,7 +172,7 @@ def compiled_together(op: Callable[..., R]) -> Callable[..., R]:
             return _in_mode("ask", op, *args, **kwargs)
         # A rehearsal has no place in a CUDA graph.
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            # What does not compile says so where it is launched. Raised in here, it would leave Triton in this mode.
+            # What does not compile or load says so where it is launched: here it would leave Triton in this mode.
             with _Compilers() as threads, AsyncCompileMode(threads, ignore_errors=True):
                 _in_mode("rehearse", op, *args, **kwargs)
         return _in_mode("launch", op, *args, **kwargs)
@@ -192,8 +192,7 @@ class _Compilers(ThreadPoolExecutor):
             kernel = compile(*args, **kwargs)
             if self.device is not None:
                 torch.cuda.set_device(self.device)  # of this thread
-            with contextlib.suppress(Exception):  # it says so where it is launched
-                kernel.run  # type: ignore[attr-defined]  # noqa: B018 (a property that loads it)
+            kernel.run  # type: ignore[attr-defined]  # noqa: B018 (a property that loads it)
             return kernel
 
         return super().submit(compile_and_load)

@@ -2,7 +2,7 @@
 
 A gradient in 16 bits is added up without a second matrix in 32: the upper 16 bits of each float32 sum stand in the
 gradient's own memory and the next 8 beside it (``lower_at``), until the last addition rounds to the gradient's dtype.
-Sums so kept have a unit roundoff of 2**-17, against 2**-9 of bfloat16.
+Sums so kept have a unit roundoff of 2**-16, against 2**-8 of bfloat16.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def fits(input: Tensor, weight: Tensor) -> bool:
     if input.shape[0] == 0 or not tiles.has_descriptors(input):
         return False
     along = 1 if weight.stride(1) == 1 else 0
-    vector = 16  # elements: sums are kept in single bytes too
+    vector = 16  # elements, twice what a descriptor wants: fewer have not been tried
     return (
         input.shape[1] % vector == 0
         and weight.stride(along) == 1

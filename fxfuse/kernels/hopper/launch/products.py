@@ -113,8 +113,9 @@ class Products(Described):
     ) -> None:
         """Add ``dz.T @ x`` to ``total``, the rows ``window`` of d_weight; the first chunk's sum begins there.
 
-        ``class_row [D]`` times the class weights is added once. The sums of this chunk's ``classes`` are to be finished
-        by ``finish_classes``. ``d_bias`` is added to as by ``add_bias``, with ``factor``.
+        ``class_row [D]`` times the class weights is added once. What ``classes`` give is added by ``finish_classes``,
+        after the first chunk's product and before those of others. ``d_bias`` is added to as by ``add_bias``, with
+        ``factor``.
         """
         # Kernels that take turns add to sums in 16 bits and more, those of float16 operands are float32.
         tile = tiles.described("d_weight", self.input, turns=total.out.element_size() == 2)

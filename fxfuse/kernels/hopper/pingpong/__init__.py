@@ -26,9 +26,9 @@ __all__ = [
 
 def describe(matrix: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """A descriptor of blocks that lie in shared memory as the tensor cores read them."""
-    return TensorDescriptor(matrix, shape, strides, block, _layout(block[-1], matrix.element_size()))
+    return TensorDescriptor(matrix, shape, strides, block, _layout(block[-1]))
 
 
 @functools.cache
-def _layout(columns: int, size: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(min(128, columns * size), 8 * size, rank=2)
+def _layout(columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(min(128, 2 * columns), 16, rank=2)

@@ -1,7 +1,7 @@
 """The product for the gradient of the weight as in ``..products``, by warpgroups that take turns.
 
-A second warp loads the old sums of a tile into buffers of their own while it is multiplied. With factors of rows as a
-third operand, tiles of the first column are also multiplied with these, which is the gradient of the bias.
+A second warp loads the upper bits of a tile's old sums into buffers of their own while it is multiplied. With factors
+of rows as a third operand, tiles of the first column are also multiplied with these, which is the gradient of the bias.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sums of d_weight as they come, are added to, and go back: in pieces of 64x64.
 
 A piece's upper 16 bits, see ``..products``, come to shared memory and leave it through the tensor-memory accelerator.
-The next 8 bits are nobody else's, so they lie as the threads have them: in the order of ``..products.lower_at``, in
+The next 8 bits never leave the op, so they lie as the threads have them: in the order of ``..products.lower_at``, in
 which a thread reads and writes whole vectors. What is done to an element is spelled out, as one warp of a warpgroup has
 a processor's scheduler to itself: each instruction here is time in which its tensor core may have nothing to do.
 """
@@ -32,8 +32,8 @@ _JOIN = gl.constexpr(
     prmt.b32 $3, lower, $5, 0x7632;
     }"""
 )
-# The reverse, rounded to 24 bits. The smaller number is another NaN for the one that arithmetic makes, to which nothing
-# could be added; an infinity has no bits that could carry.
+# The reverse, rounded to 24 bits. The bits of the NaN that arithmetic makes, 0x7fffffff, are lowered to those of
+# another one, as nothing could be added to them; an infinity has no bits that could carry.
 _CUT = gl.constexpr(
     """{
     .reg .b32 a, b, c, d;
@@ -72,8 +72,8 @@ def _as_accumulated(piece):
 def _joined(upper, lower):
     """As ``..products.joined`` for the upper bits of a piece and the next, which are in order."""
     bits = gl.inline_asm_elementwise(
-        _JOIN, "=r,=r,=r,=r,r,r,r", [_in_order(upper.to(gl.int16, bitcast=True)), lower], dtype=gl.int32, is_pure=True,
-        pack=4,
+        _JOIN, "=&r,=&r,=&r,=&r,r,r,r", [_in_order(upper.to(gl.int16, bitcast=True)), lower], dtype=gl.int32,
+        is_pure=True, pack=4,
     )  # fmt: skip
     return _as_accumulated(bits).to(gl.float32, bitcast=True)
 

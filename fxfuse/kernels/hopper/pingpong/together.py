@@ -1,9 +1,9 @@
 """The product for the gradient of the weight as in ``..products``, by warpgroups that share a tile of 128x256.
 
 Each has 64 rows of it. A larger tile reads less from L2, which is what limits a product of many rows: the card's power
-does. The second warpgroup stays ``LAG`` steps behind, so that one multiplies while the other ends its half. The old
-sums come through the ring as two steps more, one for each warpgroup: a slot has room for its 64x256 sums. Factors of
-rows are a third operand as in ``.products``.
+does. The second warpgroup stays ``LAG`` steps behind, so that one multiplies while the other ends its half. The upper
+bits of old sums come through the ring as two steps more, one for each warpgroup: where a slot has a tile of x it has
+room for those of 64x256. Factors of rows are a third operand as in ``.products``.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def d_weight_together_kernel(
     PDL: gl.constexpr,
 ):
     begin(PDL)
-    # A slot's operands and its sums take the same bytes.
+    # A slot's tile of x and the upper bits of a warpgroup's sums take the same bytes.
     gl.static_assert(BK == PIECE)
     dz_tiles = gl.allocate_shared_memory(dz.dtype, [2 * STAGES, BK, BLOCK // 2], dz.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BK, WIDTH], x.layout)
