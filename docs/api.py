@@ -79,10 +79,11 @@ def of_function(name: str, function: Callable[..., Any]) -> Iterator[str]:
 
 
 def of_class(name: str, kind: type) -> Iterator[str]:
-    """A class with the methods and properties that it defines itself."""
+    """A class with the methods and properties that it and its bases in fxfuse define."""
     yield f"### `{name}`"
     yield documented(kind, name)
-    for member, value in vars(kind).items():
+    own = (base for base in reversed(kind.__mro__) if base.__module__.startswith("fxfuse"))
+    for member, value in {m: v for base in own for m, v in vars(base).items()}.items():
         function = value.fget if isinstance(value, property) else value
         if member.startswith("_") or not inspect.isfunction(function):
             continue

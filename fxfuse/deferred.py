@@ -5,25 +5,24 @@ different underneath:
 
 - ``__torch_function__`` looks a function up in the rule table. What a rule makes of logits is deferred again; what it
   reads of them is computed by a fused op from the operands, and its gradients go to the operands directly.
-- ``__torch_dispatch__``, where everything else ends up, puts the values in (``lazy``).
+- ``__torch_dispatch__``, where everything else ends up, puts the values in (``lazy_tensor``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from . import compat, errors
 from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
-from .lazy import Described, Origin, State, parts_of
+from .lazy import Described, parts_of
+from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, plain_of
 from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
@@ -32,22 +31,7 @@ from .rules import IN_PLACE, TABLE, Call, Keep, Rule, outcomes_of
 from .rules.transforms import listed_classes
 
 
-class _Mode(threading.local):
-    """``deferring``: operators on deferred tensors are not run, and what they return is deferred.
-
-    ``shapes``: moreover, nothing that they return will be read, so that they may write to it.
-    ``becoming``: a copy from one deferred tensor to another makes the one what the other is.
-    """
-
-    deferring = False
-    shapes = False
-    becoming = False
-
-
-_mode = _Mode()
-
-
-class DeferredLogits(Tensor):
+class DeferredLogits(LazyTensor):
     """Logits ``[..., V]`` that are computed when they are read, in what a compiled function returns.
 
     A tensor of eager's shape, strides, dtype, device and gradient. The losses and statistics that fxfuse has rules for
@@ -62,20 +46,8 @@ class DeferredLogits(Tensor):
         Unsupported: from Dynamo, where another function that is compiled with ``fullgraph=True`` uses it.
     """
 
-    _deferred: State
     # Node, requires_grad and version that the description was made for. In the state they would be a cycle through C++.
     _known_to_autograd: tuple[Any, bool, int]
-
-    @staticmethod
-    def __new__(cls, state: State, device: torch.device) -> DeferredLogits:
-        meta = state.meta
-        made = Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
-            device=device,
-        )  # fmt: skip
-        compat.forbid_data_access(made)
-        made._deferred = state
-        return made
 
     @classmethod
     @torch._dynamo.disable
@@ -92,7 +64,7 @@ class DeferredLogits(Tensor):
             _write_one_by_one(func, args, kwargs)
             return None
         elif func in _REFUSED:
-            raise errors.deferred_cannot(_REFUSED[func], _head_of(args))
+            raise errors.deferred_cannot(_REFUSED[func], head_of(args))
         elif func is Tensor.__iter__ and args[0].dim():
             return iter(args[0].unbind(0))
         elif func is Tensor.__getitem__ and isinstance(args[0], DeferredLogits) and _has_fitting_mask(*args):
@@ -113,153 +85,11 @@ class DeferredLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    @classmethod
-    @torch._dynamo.disable
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _mode.becoming:
-            args[0]._deferred = args[1]._deferred
-            return args[0]
-        if _mode.deferring or func in _ALWAYS_DEFERRED:
-            return _defer(func, args, kwargs)
-        if func in _OF_SHAPES:
-            return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
-        if torch.Tag.inplace_view in func.tags:
-            raise errors.deferred_cannot(func._schema.name.partition("::")[2], _head_of(args))
-        written, aliased = _touches(func, args, kwargs)
-        values = State.share if aliased else State.read
-        plain_args, plain_kwargs = tree_map_only(DeferredLogits, lambda t: values(t._deferred), (args, kwargs))
-        out = func(*plain_args, **plain_kwargs)
-        return written if isinstance(written, DeferredLogits) and isinstance(out, Tensor) else out
-
-    def __tensor_flatten__(self) -> Any:
-        """What PyTorch's tracers ask for before they look into a subclass: refused, so that they do not try."""
-        raise errors.not_traceable()
-
-    @staticmethod
-    def __tensor_unflatten__(*_: Any) -> Any:
-        raise errors.not_traceable()
-
-    def plain(self) -> Tensor:
-        """An ordinary tensor with the values, in the same memory, through which gradients flow back here.
-
-        Raises:
-            StaleLogitsError: an operand has changed since.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            return _Plain.apply(self, self._deferred.share())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            return repr(_plain(self, State.read))
-
 
 _KNOWN = {Tensor, torch.nn.Parameter, torch.nn.Buffer, DeferredLogits}
-_aten = torch.ops.aten
-_ALWAYS_DEFERRED = {_aten.detach.default, _aten.alias.default}
-_OF_SHAPES = {
-    getattr(_aten, name).default
-    for name in (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-    )
-}
-
-
-def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
-    """A tensor that an operator writes to, if any; and whether it writes to or returns a view of a deferred one."""
-    written, aliased = None, False
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None:
-            continue
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
-        for one in given if isinstance(given, (tuple, list)) else (given,):
-            if isinstance(one, Tensor):
-                aliased |= isinstance(one, DeferredLogits)
-                if argument.alias_info.is_write:
-                    written = one
-    return written, aliased
-
-
-class _NotDeferred(Exception):
-    """An operator that cannot wait."""
-
-
-def _defer(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` returns, computed when it is read."""
-    deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits)]
-    first, origins = deferred[0], _origins_of(deferred)
-    written, _ = _touches(func, args, kwargs)
-    if _mode.shapes and isinstance(written, DeferredLogits) and written._deferred.described is None:
-        return written
-    if written is not None or kwargs.get("device") not in (None, first.device):
-        raise _NotDeferred
-    try:
-        out = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
-    except Exception as error:
-        raise _NotDeferred from error  # a shape that depends on values, or a wrong call, as eager shall say
-    is_view = any(result.alias_info is not None for result in func._schema.returns)
-    thunk = tree_map(lambda t: t._deferred if isinstance(t, DeferredLogits) else t, (func, args, kwargs))
-
-    def wrap(meta: Tensor, thunk: tuple[Any, ...]) -> DeferredLogits:
-        return DeferredLogits(State(origins[0], meta, thunk, is_view, others=origins[1:]), first.device)
-
-    if isinstance(out, (tuple, list)):
-        parts = enumerate(out)
-        return type(out)(wrap(m, (_part, (i, *thunk), {})) if isinstance(m, Tensor) else m for i, m in parts)
-    return wrap(out, thunk) if isinstance(out, Tensor) else out
-
-
-def _part(i: int, func: Any, args: Any, kwargs: Any) -> Any:
-    """One of the tensors that ``func`` returns."""
-    return func(*args, **kwargs)[i]
-
-
-def _origins_of(tensors: Iterable[DeferredLogits]) -> tuple[Origin, ...]:
-    return tuple(dict.fromkeys(origin for tensor in tensors for origin in tensor._deferred.origins))
-
-
-def _meta(value: Any) -> Any:
-    if isinstance(value, DeferredLogits):
-        return value._deferred.meta
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return value
-
-
-@contextlib.contextmanager
-def _deferring(shapes: bool) -> Iterator[None]:
-    before = _mode.deferring, _mode.shapes
-    _mode.deferring, _mode.shapes = True, shapes
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            yield
-    finally:
-        _mode.deferring, _mode.shapes = before
 
 
 # --- functions that need more than values ---------------------------------------------------------------------
-
-
-class _Plain(torch.autograd.Function):
-    """The values as an ordinary tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, deferred: DeferredLogits, values: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g, None
-
-
-def _plain(deferred: DeferredLogits, values: Callable[[State], Tensor] = State.share) -> Tensor:
-    """An ordinary tensor, in the same memory if nothing else is said; a leaf if ``deferred`` is one."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found = values(deferred._deferred)
-        if deferred.is_leaf:
-            return found.detach().requires_grad_(deferred.requires_grad)
-        return _Plain.apply(deferred, found)
 
 
 def _looked_at(deferred: DeferredLogits) -> Tensor:
@@ -269,14 +99,14 @@ def _looked_at(deferred: DeferredLogits) -> Tensor:
 _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
     **{getattr(Tensor, name): _looked_at for name in ("tolist", "__format__")},
     **{
-        getattr(Tensor, name): _plain
+        getattr(Tensor, name): plain_of
         for name in (
             *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
             *("__dlpack_device__", "share_memory_", "is_shared", "pin_memory", "__reduce_ex__", "__deepcopy__"),
             *("apply_", "map_"),
         )
     },
-    **{getattr(Tensor, name).__get__: _plain for name in ("data", "__cuda_array_interface__")},
+    **{getattr(Tensor, name).__get__: plain_of for name in ("data", "__cuda_array_interface__")},
 }
 _REFUSED = {
     Tensor.data.__set__: "the assignment to .data",  # type: ignore[attr-defined]
@@ -323,11 +153,6 @@ def _write_one_by_one(func: Any, args: Any, kwargs: Any) -> None:
     results = getattr(torch, func.__name__[:-1])(before, *args[1:], **kwargs)
     for tensor, result in zip(args[0], results, strict=True):
         tensor.copy_(result)
-
-
-def _head_of(args: Any) -> str:
-    """``file.py:line`` of the projection whose logits are among ``args``."""
-    return next(t._deferred.origin.head for t in tree_iter(args) if isinstance(t, DeferredLogits))
 
 
 def _is_leaf(tensor: Tensor) -> bool:
@@ -419,7 +244,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
     calls = (*deferred[0]._deferred.calls, Applied.of(func, said, rule_args, kwargs, deferred[0]))
     try:
         if entry.derives or stacked:
-            with _deferring(shapes=False):
+            with deferring(shapes=False):
                 out = func(*args, **kwargs)
         else:
             out = _shape_of(func, args, kwargs)
@@ -461,7 +286,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
             call.keep("unknown_reader", "a checkpointed function")
         heads = heads_for([t._deferred for t in deferred], call, readers)
-    except (Keep, _NotDeferred):
+    except (Keep, NotDeferred):
         return NotImplemented
     results = read(call, readers, heads)
     for origin, _ in heads.values():
@@ -473,12 +298,12 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
 def _shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Something of the shape and dtype of what a reader returns, which autograd and those who watch it do not see."""
     try:
-        with _deferring(shapes=True), torch.no_grad():
+        with deferring(shapes=True), torch.no_grad():
             out = func(*args, **kwargs)
-    except _NotDeferred:
+    except NotDeferred:
         raise
     except Exception as error:
-        raise _NotDeferred from error  # a wrong call, of which eager shall say what is wrong
+        raise NotDeferred from error  # a wrong call, of which eager shall say what is wrong
     return out
 
 
@@ -546,12 +371,7 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
     result = NotImplemented if entry is None else _apply(entry, name, args, function, args, kwargs)
     if not isinstance(result, DeferredLogits) or result.dtype != logits.dtype or result.shape != logits.shape:
         return False
-    _mode.becoming = True
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            logits.copy_(result)
-    finally:
-        _mode.becoming = False
+    become(logits, result)
     described = result._deferred.described
     assert described is not None
     describe(logits, described)
@@ -560,7 +380,7 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _before_the_write(logits: DeferredLogits) -> DeferredLogits:
     """The same, for the gradient of a write that needs what was written to; writes to ``logits`` do not change it."""
-    with _deferring(shapes=False):
+    with deferring(shapes=False):
         copy: Any = logits.clone()
         copy._deferred = logits._deferred
         copy._known_to_autograd = _to_autograd(copy)

@@ -71,7 +71,8 @@ def test_each_of_them_is_triggered_here() -> None:
 ELSEWHERE = {
     ("backend.py", "compat.as_raised(error)"): "one of errors.py, as Dynamo hands it on unwrapped",
     ("rules/__init__.py", "Keep(because(code, detail or self.name, self.where))"): "caught: the head is kept",
-    ("deferred.py", "_NotDeferred"): "caught: the values are put in",
+    ("lazy_tensor.py", "NotDeferred"): "caught: the values are put in",
+    ("deferred.py", "NotDeferred"): "caught: the values are put in",
     ("kernels/launcher.py", "_NotCompiled"): "caught: the op is rehearsed",
     ("graph.py", "AssertionError"): "caught: analysis_failed",
     ("lazy.py", "AssertionError"): "can only be a fault of fxfuse",

@@ -1,0 +1,212 @@
+"""Tensors whose values are computed when something reads them: what PyTorch's operators do to these.
+
+A ``LazyTensor`` is to autograd the tensor that it stands for. Below autograd, in ``__torch_dispatch__``, its values are
+put in (``lazy``), or what an operator returns of it waits as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+
+from . import compat, errors
+from .lazy import Origin, State
+
+
+class _Mode(threading.local):
+    """``deferring``: operators on deferred tensors are not run, and what they return is deferred.
+
+    ``shapes``: moreover, nothing that they return will be read, so that they may write to it.
+    ``becoming``: a copy from one deferred tensor to another makes the one what the other is.
+    """
+
+    deferring = False
+    shapes = False
+    becoming = False
+
+
+_mode = _Mode()
+
+
+class LazyTensor(Tensor):
+    """A tensor of the shape, strides, dtype and device that its ``State`` says, which has its values."""
+
+    _deferred: State
+
+    @staticmethod
+    def __new__(cls, state: State, device: torch.device) -> LazyTensor:
+        meta = state.meta
+        made = Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
+            device=device,
+        )  # fmt: skip
+        compat.forbid_data_access(made)
+        made._deferred = state
+        return made
+
+    @classmethod
+    @torch._dynamo.disable
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _mode.becoming:
+            args[0]._deferred = args[1]._deferred
+            return args[0]
+        if _mode.deferring or func in _ALWAYS_DEFERRED:
+            return _defer(func, args, kwargs)
+        if func in _OF_SHAPES:
+            return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
+        if torch.Tag.inplace_view in func.tags:
+            raise errors.deferred_cannot(func._schema.name.partition("::")[2], head_of(args))
+        written, aliased = _touches(func, args, kwargs)
+        values = State.share if aliased else State.read
+        plain_args, plain_kwargs = tree_map_only(LazyTensor, lambda t: values(t._deferred), (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        return written if isinstance(written, LazyTensor) and isinstance(out, Tensor) else out
+
+    def __tensor_flatten__(self) -> Any:
+        """What PyTorch's tracers ask for before they look into a subclass: refused, so that they do not try."""
+        raise errors.not_traceable()
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Any:
+        raise errors.not_traceable()
+
+    def plain(self) -> Tensor:
+        """An ordinary tensor with the values, in the same memory, through which gradients flow back here.
+
+        Raises:
+            StaleLogitsError: an operand has changed since.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Plain.apply(self, self._deferred.share())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(plain_of(self, State.read))
+
+
+_aten = torch.ops.aten
+_ALWAYS_DEFERRED = {_aten.detach.default, _aten.alias.default}
+_OF_SHAPES = {
+    getattr(_aten, name).default
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+}
+
+
+def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
+    """A tensor that an operator writes to, if any; and whether it writes to or returns a view of a deferred one."""
+    written, aliased = None, False
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        for one in given if isinstance(given, (tuple, list)) else (given,):
+            if isinstance(one, Tensor):
+                aliased |= isinstance(one, LazyTensor)
+                if argument.alias_info.is_write:
+                    written = one
+    return written, aliased
+
+
+class NotDeferred(Exception):
+    """An operator that cannot wait."""
+
+
+def _defer(func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` returns, computed when it is read."""
+    deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
+    first, origins = deferred[0], _origins_of(deferred)
+    written, _ = _touches(func, args, kwargs)
+    if _mode.shapes and isinstance(written, LazyTensor) and written._deferred.described is None:
+        return written
+    if written is not None or kwargs.get("device") not in (None, first.device):
+        raise NotDeferred
+    try:
+        out = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+    except Exception as error:
+        raise NotDeferred from error  # a shape that depends on values, or a wrong call, as eager shall say
+    is_view = any(result.alias_info is not None for result in func._schema.returns)
+    thunk = tree_map(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
+
+    def wrap(meta: Tensor, thunk: tuple[Any, ...]) -> LazyTensor:
+        return type(first)(State(origins[0], meta, thunk, is_view, others=origins[1:]), first.device)
+
+    if isinstance(out, (tuple, list)):
+        parts = enumerate(out)
+        return type(out)(wrap(m, (_part, (i, *thunk), {})) if isinstance(m, Tensor) else m for i, m in parts)
+    return wrap(out, thunk) if isinstance(out, Tensor) else out
+
+
+def _part(i: int, func: Any, args: Any, kwargs: Any) -> Any:
+    """One of the tensors that ``func`` returns."""
+    return func(*args, **kwargs)[i]
+
+
+def _origins_of(tensors: Iterable[LazyTensor]) -> tuple[Origin, ...]:
+    return tuple(dict.fromkeys(origin for tensor in tensors for origin in tensor._deferred.origins))
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return value._deferred.meta
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def become(tensor: LazyTensor, other: LazyTensor) -> None:
+    """Let one be what the other is, to autograd a copy from it; nothing is written."""
+    _mode.becoming = True
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.copy_(other)
+    finally:
+        _mode.becoming = False
+
+
+@contextlib.contextmanager
+def deferring(shapes: bool) -> Iterator[None]:
+    """Let what operators return of lazy tensors wait, or raise ``NotDeferred``; ``shapes`` as in the mode."""
+    before = _mode.deferring, _mode.shapes
+    _mode.deferring, _mode.shapes = True, shapes
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            yield
+    finally:
+        _mode.deferring, _mode.shapes = before
+
+
+class _Plain(torch.autograd.Function):
+    """The values as an ordinary tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: LazyTensor, values: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+def plain_of(deferred: LazyTensor, values: Callable[[State], Tensor] = State.share) -> Tensor:
+    """An ordinary tensor, in the same memory if nothing else is said; a leaf if ``deferred`` is one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = values(deferred._deferred)
+        if deferred.is_leaf:
+            return found.detach().requires_grad_(deferred.requires_grad)
+        return _Plain.apply(deferred, found)
+
+
+def head_of(args: Any) -> str:
+    """``file.py:line`` of the projection whose logits are among ``args``."""
+    return next(t._deferred.origin.head for t in tree_iter(args) if isinstance(t, LazyTensor))
