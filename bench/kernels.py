@@ -71,10 +71,14 @@ class Kernels:
     def weight_product(self) -> None:
         """In the middle of the chunks, where there are several: with old sums and new ones."""
         chunk, kept = min(1, self.rows.chunks - 1), self.made.kept
-        self.call.finish_classes(self.rows, chunk, kept.own, self.classes, self.d_weight, None)
+        classes = self.rows, chunk, kept.own, self.classes, self.d_weight, None
+        if chunk > 0:
+            self.call.finish_classes(*classes)
         self.call.add_weight(
             self.rows, chunk, self.everything, self.e, kept.gathered, self.d_weight, classes=self.classes
         )
+        if chunk == 0:
+            self.call.finish_classes(*classes)
 
 
 def measure(shape: tuple[int, int, int], clock: Clock) -> dict[str, Any]:

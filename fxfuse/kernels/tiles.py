@@ -116,6 +116,8 @@ NARROW_INPUT = Tile(128, 128, 64, 8, 4)
 # Columns of the factors by which d_weight's kernels that take turns also multiply, for the gradient of the bias: the
 # fewest that a tile in shared memory can have.
 NARROW = 16
+# Rows and columns of what these kernels add to d_weight's sums at a time, see ``hopper.products.lower_at``.
+PIECE = 64
 INTERPRETED = Tile(16, 64, 16, 4, 1)
 ROW_BLOCK = 128
 

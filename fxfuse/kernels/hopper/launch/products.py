@@ -11,8 +11,6 @@ from ... import tiles
 from .. import products
 from .operands import Classes, Described, Rows, Sum, describe, pingpong
 
-PIECE = 64  # rows and columns: of what d_weight's kernels that take turns add to at a time
-
 
 class Products(Described):
     def input_sum(self, out: Tensor, terms: int) -> Sum:
@@ -26,9 +24,9 @@ class Products(Described):
         tile = tiles.described("d_weight", self.input)
         if not tile.takes_turns:
             return self.input_sum(out, terms)
-        blocks = tiles.cdiv(out.shape[0], tile.rows)
-        pieces = blocks * (tile.rows // PIECE), tiles.cdiv(self.hidden, PIECE)
-        return Sum(out, self.empty(*pieces, PIECE, PIECE, dtype=torch.int8))
+        piece, blocks = tiles.PIECE, tiles.cdiv(out.shape[0], tile.rows)
+        pieces = blocks * (tile.rows // piece), tiles.cdiv(self.hidden, piece)
+        return Sum(out, self.empty(*pieces, piece, piece, dtype=torch.int8))
 
     def add_input(
         self,
@@ -127,7 +125,7 @@ class Products(Described):
             kernel = turns.d_weight_kernel
             if tile is tiles.TOGETHER:
                 kernel, half = turns.d_weight_together_kernel, 2
-            sums = describe(total.out, tile, PIECE, PIECE), total.low
+            sums = describe(total.out, tile, tiles.PIECE, tiles.PIECE), total.low
             beside: tuple[Any, ...] = (None, None)
             if d_bias is not None:
                 beside = describe(self._factors(rows, chunk, factor), tile, tile.hidden, tiles.NARROW), d_bias[window]

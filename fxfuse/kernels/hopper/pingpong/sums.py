@@ -12,11 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ... import tiles
 from ..products import keep_classes, scaled
 from ..schedule import chunk_bounds
 from .ring import BLOCK, NARROW, load_async, store_async
 
-PIECE = gl.constexpr(64)  # rows and columns
+PIECE = gl.constexpr(tiles.PIECE)
 _LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _IN_ORDER = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 
