@@ -31,13 +31,13 @@ class Kernel:
     def __init__(self, name: str, diary: list[str]) -> None:
         self.name, self.diary = name, diary
 
-    def warmup(self, *_: Any, grid: Any) -> None:
-        self.diary.append(f"compile {self.name}")
+    def warmup(self, *_: Any, grid: Any, **constants: Any) -> None:
+        self.diary.append(f"compile {self.name}" + "".join(f" {name}={value}" for name, value in constants.items()))
 
     def __getitem__(self, grid: Any) -> Any:
         return self
 
-    def __call__(self, *_: Any) -> Kernel:
+    def __call__(self, *_: Any, **__: Any) -> Kernel:
         self.diary.append(f"launch {self.name}")
         return self
 
@@ -72,6 +72,20 @@ def test_all_are_compiled_before_any_is_launched(diary: list[str]) -> None:
     diary.clear()
     op(3, also=True)
     assert diary == ["launch a", "launch b"]
+
+
+def test_constants_make_another_kernel(diary: list[str]) -> None:
+    a = Kernel("a", diary)
+    a.arg_names = ("x", "PARTS")
+
+    @launcher.compiled_together
+    def op(parts: int) -> None:
+        launcher.launch("signature", a, (1,), 0, PARTS=parts)
+
+    for parts in (1, 2, 1):
+        op(parts)
+    assert diary == ["compile a PARTS=1", "launch a", "compile a PARTS=2", "launch a", "launch a"]
+    assert [compiled.constants for compiled in launcher._compiled.values()] == [(1,), (2,)]
 
 
 def test_an_op_in_an_op_is_rehearsed_with_it(diary: list[str]) -> None:

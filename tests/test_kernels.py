@@ -236,7 +236,9 @@ def error(got: Tensor, want: Tensor) -> float:
     return float(difference / want[finite].abs().max().clamp(min=1e-30))
 
 
-def check_stats(p: Problem, *, skip_unindexed: bool = False, **wanted: bool) -> tuple[Tensor, ...]:
+def check_stats(
+    p: Problem, *, skip_unindexed: bool = False, bound: float = STATS_BOUND, **wanted: bool
+) -> tuple[Tensor, ...]:
     """Those that are always there, and those that are ``wanted``; returns what came."""
     arguments, options = (p.want_class_sum, skip_unindexed), {"transform": p.transform, **wanted}
     got = cuda.linear_stats(*p.operands, *arguments, **options)
@@ -245,7 +247,7 @@ def check_stats(p: Problem, *, skip_unindexed: bool = False, **wanted: bool) -> 
     for name, g, r in zip(names, got, want, strict=False):
         assert g.dtype == torch.float32
         if name != "residual":
-            assert error(g, r) <= STATS_BOUND, (name, error(g, r))
+            assert error(g, r) <= bound, (name, error(g, r))
     assert got[7].dtype == torch.int64 and got[7].shape == want[7].shape
     return got
 
@@ -644,16 +646,13 @@ def one_class_several_times_in_a_row(dtype: torch.dtype) -> None:
 def one_class_is_all_there_is(dtype: torch.dtype) -> None:
     # The log-sum-exp is then the logit itself, though they come from products of other shapes. Logits above 4 that
     # differ in their last bit differ by more than this.
-    p = (
-        problem(300, 1000, 1, dtype, bias=True, scale=3.0)
-        if HAS_GPU
-        else problem(40, 48, 1, dtype, bias=True, scale=3.0)
-    )
-    p.index[:] = 0
-    lse, picked, log_prob, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
-    assert picked.abs().max() > 8
-    assert float(((lse.double() + residual.double()) - picked[:, 0].double()).abs().max()) < 4e-7
-    assert float(log_prob.abs().max()) < 4e-7 and float(log_prob.max()) <= 0
+    for rows, hidden, bias in ((300, 1000, True), (300, 4096, False)) if HAS_GPU else ((40, 48, True),):
+        p = problem(rows, hidden, 1, dtype, bias=bias, scale=3.0)
+        p.index[:] = 0
+        lse, picked, log_prob, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+        assert picked.abs().max() > 8
+        assert float(((lse.double() + residual.double()) - picked[:, 0].double()).abs().max()) < 4e-7
+        assert float(log_prob.abs().max()) < 4e-7 and float(log_prob.max()) <= 0
 
 
 # --- logits far from any offset -------------------------------------------------------------------------------
@@ -908,6 +907,21 @@ def rows_that_are_not_finite(dtype: torch.dtype) -> None:
     check_stats(p)
     check_stats(p, skip_unindexed=True)
     assert cuda.linear_stats(*p.operands, False, False)[0][21] == float("inf")
+
+
+@case(each_dtype=True, gpu_only=True, routes=("described", "played"))
+def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
+    """Those of large tiles: maxima and sums alone of 2048 hidden units or more, in one or several chunks of rows."""
+    for rows, hidden, vocab in ((65, 2048, 131), (300, 2064, 5000), (700, 4096, 256), (6500, 2048, 8200)):
+        for kind in ("plain", "scaled", "transposed", "idle"):
+            p = problem(rows, hidden, vocab, dtype, scale=-1.5 if kind == "scaled" else 1.0)
+            if kind == "transposed":
+                p.w = p.w.t().contiguous().t()
+            if kind == "idle":
+                p.index[torch.rand(rows, device=DEVICE) < 0.6] = -1
+            p.x[3], p.x[20], p.x[21] = float("nan"), float("inf"), 0
+            p.x[21, 0], p.index[21, 0] = float("inf"), int(p.w[:, 0].argmin())
+            check_stats(p, skip_unindexed=kind == "idle", bound=2 * STATS_BOUND)  # sums have more terms than elsewhere
 
 
 @case()

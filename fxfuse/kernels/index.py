@@ -51,7 +51,7 @@ def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, 
     numbers = (index.numel(), vocab, 0 if ignore_index is None else ignore_index)
     ignores = ignore_index is not None
     wide = tuple(not -(2**31) <= number < 2**31 for number in numbers)
-    signature = (index.device, index.dtype, index.data_ptr() % 16 == 0, ignores, wide, alone, block)
+    signature = (index.device, index.dtype, index.data_ptr() % 16 == 0, wide)
     grid = (tiles.cdiv(index.numel(), block),)
     launch(
         signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, ALONE=alone, BLOCK=block,

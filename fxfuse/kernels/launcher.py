@@ -95,10 +95,12 @@ class _Interpreted(NamedTuple):
 def launch(signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """``kernel[grid](*args, **constants)``, where ``args`` are all the parameters that are no ``tl.constexpr``.
 
-    ``signature`` must tell apart all that Triton compiles into a kernel: devices, dtypes, alignment, constants, and for
-    integers that the kernel specialises whether they are 1 or multiples of 16. Which arguments are None is seen here.
+    ``signature`` must tell apart what else Triton compiles into a kernel: devices, dtypes, alignment, and for integers
+    that the kernel specialises whether they are 1 or multiples of 16. Constants, and which arguments are None, are seen
+    here.
     """
-    key = (id(kernel), signature, *[value is None for value in args])  # a kernel's own hash takes longer
+    # A kernel's own hash takes longer.
+    key = (id(kernel), signature, *constants.values(), *[value is None for value in args])
     found: Launchable | None = _compiled.get(key)
     mode, listener = _mode.get(), _listener.get()
     if mode == "rehearse":

@@ -34,6 +34,7 @@ class Tile(NamedTuple):
     slots: int = 1  # programs that share a processor
     group: int = GROUP
     takes_turns: bool = False  # of a kernel of ``hopper.pingpong``
+    together: bool = False  # of one of those in which warpgroups share a tile
 
 
 # For a generation and the bytes of an operand's element: tiles by growing number of rows. A call takes the first that
@@ -107,8 +108,11 @@ TAKING_TURNS: dict[str, Tile] = {
     "exponentials": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
     "dlogits": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
 }
-# For d_weight of many hidden units, two warpgroups share a larger tile.
-TOGETHER = Tile(128, 256, 64, 4, 4, group=8, takes_turns=True)
+# With many hidden units two warpgroups share a larger tile, if what ends one takes no longer than a few steps.
+TOGETHER: dict[str, Tile] = {
+    "stats": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
+    "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
+}
 MANY_HIDDEN = 2048
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536
@@ -140,13 +144,17 @@ def padded(classes: int) -> int:
     return -(-classes // 64) * 64
 
 
-def described(kernel: str, input: Tensor, turns: bool = True) -> Tile:
-    """The tile of a kernel on descriptors for hidden states ``input [N, D]``; without ``turns``, of a Triton one."""
+def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True) -> Tile:
+    """The tile of a kernel on descriptors for hidden states ``input [N, D]``; without ``turns``, of a Triton one.
+
+    ``short`` says that what ends a tile is no more than usual.
+    """
     if machine(input.device).generation == "interpreter":
         return INTERPRETED
     rows, hidden = input.shape
     if turns and takes_turns(kernel, input):
-        return TOGETHER if kernel == "d_weight" and hidden >= MANY_HIDDEN else TAKING_TURNS[kernel]
+        together = short and kernel in TOGETHER and hidden >= MANY_HIDDEN
+        return TOGETHER[kernel] if together else TAKING_TURNS[kernel]
     if kernel == "d_input":
         # The last tile of the hidden units should not be half empty.
         return DESCRIBED[kernel][0] if -(-hidden // 256) * 256 <= 1.1 * hidden else NARROW_INPUT

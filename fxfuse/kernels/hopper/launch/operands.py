@@ -81,14 +81,11 @@ class Described(Operands):
 
     @functools.cached_property
     def signature(self) -> int:
-        """A number for what the choice of compiled kernels depends on, but for windows, gradients, and what is None."""
+        """A number for what kernels are compiled for, but for windows, gradients, constants, and what is None."""
         told_apart = (
             self.input.device,
             *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in (self.input, self.weight)),
             *(None if t is None else t.dtype for t in (self.bias, self.class_weight)),
-            self.scale != 1.0,
-            self.transform,
-            tiles.dot_precision(self.input.dtype),
         )
         return _signatures.setdefault(told_apart, len(_signatures))
 
@@ -265,8 +262,16 @@ def fits(input: Tensor, weight: Tensor) -> bool:
 
 
 def kernel_for(kernel: Any, tile: tiles.Tile) -> Any:
-    """The kernel for such tiles: its namesake in ``pingpong`` where warpgroups take turns."""
-    return getattr(pingpong(), kernel.__name__) if tile.takes_turns else kernel
+    """The kernel for such tiles: its namesake in ``pingpong`` where warpgroups take turns, or share a tile."""
+    if not tile.takes_turns:
+        return kernel
+    name = kernel.__name__
+    return getattr(pingpong(), name.replace("_kernel", "_together_kernel") if tile.together else name)
+
+
+def rows_of_warpgroup(tile: tiles.Tile) -> int:
+    """Rows of a tile that are loaded at a time."""
+    return tile.rows // 2 if tile.together else tile.rows
 
 
 @functools.cache

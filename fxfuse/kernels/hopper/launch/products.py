@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import tiles
 from .. import products
-from .operands import Classes, Described, Rows, Sum, describe, pingpong
+from .operands import Classes, Described, Rows, Sum, describe, kernel_for, rows_of_warpgroup
 
 
 class Products(Described):
@@ -119,12 +119,8 @@ class Products(Described):
         tile = tiles.described("d_weight", self.input, turns=total.out.element_size() == 2)
         height = total.out.shape[0]
         programs = min(self.programs * tile.slots, tiles.cdiv(height, tile.rows) * tiles.cdiv(self.hidden, tile.vocab))
-        kernel, half, sums = products.d_weight_kernel, 1, tuple(total)
+        sums: tuple[Any, ...] = tuple(total)
         if tile.takes_turns:
-            turns = pingpong()
-            kernel = turns.d_weight_kernel
-            if tile is tiles.TOGETHER:
-                kernel, half = turns.d_weight_together_kernel, 2
             sums = describe(total.out, tile, tiles.PIECE, tiles.PIECE), total.low
             beside: tuple[Any, ...] = (None, None)
             if d_bias is not None:
@@ -134,9 +130,9 @@ class Products(Described):
             self.add_bias(rows, chunk, window, dz, d_bias, factor, undo)
         self.launch(
             (self.signature, height, total.out.dtype),
-            kernel,
+            kernel_for(products.d_weight_kernel, tile),
             (programs,),
-            describe(dz, tile, tile.hidden, tile.rows // half),
+            describe(dz, tile, tile.hidden, rows_of_warpgroup(tile)),
             describe(x, tile, tile.hidden, tile.vocab),
             *sums,
             undo,

@@ -11,10 +11,10 @@ from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
 from ..stats import merge_kernel, stats_kernel
 from .lists import Lists
-from .operands import Listed, Rows, Stats, describe, kernel_for
+from .operands import Listed, Rows, Stats, describe, kernel_for, rows_of_warpgroup
 
 # What the gathered rows of a chunk of statistics may take.
-STATS_BYTES = 12 << 20
+STATS_BYTES = 13 << 20
 
 
 class Statistics(Lists):
@@ -49,41 +49,44 @@ class Statistics(Lists):
         Its products are written to ``stored [N, V]``, if that is given: in the dtype of the operands, each row on 16
         bytes, and every row must be listed, in order. Logits are then made of what is written there.
         """
-        tile = tiles.described("stats" if stored is None else "stored", self.input)
+        optional = class_sum, entropy, top = [t if t.numel() else None for t in (out.class_sum, out.entropy, out.top)]
+        plain = not self.transform and self.bias is None and optional.count(None) == 3
+        tile = tiles.described("stats" if stored is None else "stored", self.input, short=plain)
         most = rows.most
         programs = max(self.programs * tile.slots, most // tile.rows)
-        each = 2 if tile.takes_turns else 1  # parts that a program makes
-        optional = class_sum, entropy, top = [t if t.numel() else None for t in (out.class_sum, out.entropy, out.top)]
+        each = 2 if tile.takes_turns and not tile.together else 1  # parts that a program makes
         parts = iter(self.scratch(2 + 3 - optional.count(None), programs * each * tile.rows))
         part_max, part_sum = next(parts), next(parts)
         part_class_sum, part_moment, part_argmax = (None if t is None else next(parts) for t in optional)
         options = self.launch_options(tile)
         del options["GROUP"]
-        self.launch(
-            self.signature,
-            kernel_for(stats_kernel, tile),
-            (programs,),
-            describe(gathered, tile, tile.rows, tile.hidden),
-            self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
-            None if stored is None else describe(stored, tile, tile.rows, tile.vocab // 2),
-            self.bias,
-            rows.length,
-            self.class_weight,
-            part_max,
-            part_sum,
-            part_class_sum,
-            part_moment,
-            None if part_argmax is None else part_argmax.view(torch.int32),
-            self.scale,
-            chunk,
-            most,
-            self.vocab,
-            self.hidden,
-            programs,
-            **self.logits_options(),
-            EVEN_VOCAB=self.vocab % tile.vocab == 0,
-            **options,
-        )
+        options |= {**self.logits_options(), "EVEN_VOCAB": self.vocab % tile.vocab == 0}
+        x = describe(gathered, tile, rows_of_warpgroup(tile), tile.hidden)
+        w = self.described_weight(self.weight, tile, tile.vocab, tile.hidden)
+        sizes = self.scale, chunk, most, self.vocab, self.hidden, programs
+        kernel = kernel_for(stats_kernel, tile)
+        if tile.together:
+            del options["TRANSFORM"]
+            self.launch(self.signature, kernel, (programs,), x, w, rows.length, part_max, part_sum, *sizes, **options)
+        else:
+            self.launch(
+                self.signature,
+                kernel,
+                (programs,),
+                x,
+                w,
+                None if stored is None else describe(stored, tile, tile.rows, tile.vocab // 2),
+                self.bias,
+                rows.length,
+                self.class_weight,
+                part_max,
+                part_sum,
+                part_class_sum,
+                part_moment,
+                None if part_argmax is None else part_argmax.view(torch.int32),
+                *sizes,
+                **options,
+            )
         self.launch(
             self.signature,
             merge_kernel,

@@ -11,8 +11,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .dlogits import dlogits_kernel
 from .exponentials import exponentials_kernel
 from .products import d_weight_kernel
+from .products_together import d_weight_together_kernel
 from .stats import stats_kernel
-from .together import d_weight_together_kernel
+from .stats_together import stats_together_kernel
 
 __all__ = [
     "d_weight_kernel",
@@ -21,6 +22,7 @@ __all__ = [
     "dlogits_kernel",
     "exponentials_kernel",
     "stats_kernel",
+    "stats_together_kernel",
 ]
 
 

@@ -123,6 +123,15 @@ def add_products(a, b, c, acc, sums, AGAIN: gl.constexpr):
 
 
 @gluon.jit
+def load_tile(operand, row, k, bar, tile, ALONG: gl.constexpr):
+    """Load the tile of an operand from ``row`` and, in the summed dimension, ``k`` on; ALONG as in ``load_tiles``."""
+    if ALONG:
+        load_async(operand, [row, k], bar, tile)
+    else:
+        load_async(operand, [k, row], bar, tile)
+
+
+@gluon.jit
 def load_tiles(
     a, b, c, a_tiles, b_tiles, c_tiles, full, empty, first, last, stride, row_blocks, columns, start, stop,
     A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -146,14 +155,8 @@ def load_tiles(
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             expect_tiles(bar, c, c_tiles, slot, k, column, BK, 2 * BLOCK)
-            if A_ALONG:
-                load_async(a, [row, k], bar, a_tiles.index(slot))
-            else:
-                load_async(a, [k, row], bar, a_tiles.index(slot))
-            if B_ALONG:
-                load_async(b, [col, k], bar, b_tiles.index(slot))
-            else:
-                load_async(b, [k, col], bar, b_tiles.index(slot))
+            load_tile(a, row, k, bar, a_tiles.index(slot), A_ALONG)
+            load_tile(b, col, k, bar, b_tiles.index(slot), B_ALONG)
             slot, phase = after(slot, phase, STAGES)
 
 

@@ -1,0 +1,163 @@
+"""The product for the gradient of the weight as in ``..products``, by warpgroups that share a tile, see
+``.together``.
+
+The upper bits of old sums come through the ring as two steps more, one for each warpgroup: where a slot has a tile of
+x it has room for those of 64x256. Factors of rows are a third operand as in ``.products``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ...logits import grouped
+from ..schedule import begin, last_chunk
+from .ring import BLOCK, NARROW, after, barriers, half, seen_as
+from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
+from .together import LEAST, WIDTH, begin_product, end_product, load_product
+
+PIECES = gl.constexpr(4)  # of a warpgroup's half
+
+
+@gluon.jit
+def _load(
+    dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers,
+    full, empty, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    HALF: gl.constexpr = BLOCK // 2
+    start, stop, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
+    slot = 0
+    phase = 1  # every slot is empty at first
+    for tile in range(gl.program_id(0), tiles, programs):
+        class_block, column = grouped(tile, class_blocks, columns, GROUP)
+        row = class_block * BLOCK
+        slot, phase = load_product(
+            dz, x, factors, dz_tiles, x_tiles, factor_tiles, full, empty, slot, phase, row, column, start, stop, False,
+            False, BK, STAGES,
+        )  # fmt: skip
+        for second in gl.static_range(2):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            load_pieces(out, low, uppers, PIECES * slot, bar, row + second * HALF, column * WIDTH, chunk, PIECES)
+            slot, phase = after(slot, phase, STAGES)
+
+
+@gluon.jit
+def _pass_over(full, empty, slot, phase, STAGES: gl.constexpr):
+    """Leave a slot to the other warpgroup."""
+    mbarrier.wait(full.index(slot), phase)
+    mbarrier.arrive(empty.index(slot))
+    return after(slot, phase, STAGES)
+
+
+@gluon.jit
+def _add(
+    out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
+    programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, WARPGROUP: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    start, stop, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
+    is_last = chunk == last_chunk(gl.load(length), most)
+    steps = gl.cdiv(stop - start, BK)
+    slot = 0
+    phase = 0
+    round = 0
+    for tile in range(gl.program_id(0), tiles, programs):
+        if WARPGROUP == 1:
+            mbarrier.wait(lead.index(0), round & 1)
+        taken_factors = None if d_bias is None else factor_tiles
+        acc, parts = begin_product(dz_tiles, x_tiles, taken_factors, full, slot, phase, False, False, WARPGROUP)
+        # What the sums need is looked up meanwhile.
+        class_block, column = grouped(tile, class_blocks, columns, GROUP)
+        row = class_block * BLOCK + WARPGROUP * (BLOCK // 2)
+        col = column * WIDTH
+        slot_of_class = slots_of(rows_of_classes, slots, row, chunk, vocab)
+        lower = (
+            load_lower(low, row, col, chunk, hidden),
+            load_lower(low, row, col + PIECE, chunk, hidden),
+            load_lower(low, row, col + 2 * PIECE, chunk, hidden),
+            load_lower(low, row, col + 3 * PIECE, chunk, hidden),
+        )
+        acc, parts, slot, phase = end_product(
+            dz_tiles, x_tiles, taken_factors, acc, parts, full, empty, lead, slot, phase, steps, column == 0, False,
+            False, WARPGROUP, STAGES,
+        )  # fmt: skip
+        if d_bias is not None:  # noqa: SIM102
+            if column == 0:
+                add_bias(d_bias, parts, normalise, row, vocab)
+        if WARPGROUP == 1:
+            slot, phase = _pass_over(full, empty, slot, phase, STAGES)
+        mbarrier.wait(full.index(slot), phase)
+        for i in gl.static_range(PIECES):
+            add_piece(
+                half(half(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(PIECES * slot + i), lower[i],
+                normalise, class_weight, class_row, rows_of_classes, slot_of_class, row, col + i * PIECE, chunk,
+                is_last, vocab, hidden,
+            )  # fmt: skip
+        own = slot
+        slot, phase = after(slot, phase, STAGES)
+        if WARPGROUP == 0:
+            slot, phase = _pass_over(full, empty, slot, phase, STAGES)
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index(own))
+        round += 1  # noqa: SIM113
+
+
+@gluon.jit(do_not_specialize=["chunk", "most", "programs"])
+def d_weight_together_kernel(
+    dz,  # descriptor of [most, W] in blocks [BK, 64]
+    x,  # descriptor of [most, D] in blocks [BK, 256]
+    out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
+    low,  # int8, as ``..products.lower_at`` has them, or None: where there is one chunk only
+    factors,  # descriptor of [most, 16] in blocks [BK, 16]: the factor of each row in parts; or None
+    d_bias,  # [W] float32, added to: the sums over the rows of dz times their factors; or None
+    normalise,
+    class_weight,
+    class_row,
+    rows_of_classes,
+    slots,
+    length,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    begin(PDL)
+    # A slot's tile of x and the upper bits of a warpgroup's sums take the same bytes.
+    gl.static_assert(BK == PIECE)
+    dz_tiles = gl.allocate_shared_memory(dz.dtype, [2 * STAGES, BK, BLOCK // 2], dz.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BK, WIDTH], x.layout)
+    factor_tiles = x_tiles  # which is not looked at
+    if factors is not None:
+        factor_tiles = gl.allocate_shared_memory(factors.dtype, [STAGES, BK, NARROW], factors.layout)
+    uppers = seen_as(x_tiles, out, PIECES * STAGES)
+    full = barriers(STAGES)
+    empty = barriers(STAGES, 2)
+    lead = barriers(1)
+    gl.warp_specialize(
+        [
+            (_add, (
+                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 0, BK,
+                GROUP, STAGES, ROWS,
+            )),
+            (_add, (
+                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
+                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 1, BK,
+                GROUP, STAGES, ROWS,
+            )),
+            (_load, (
+                dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles,
+                uppers, full, empty, BK, GROUP, STAGES, ROWS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
