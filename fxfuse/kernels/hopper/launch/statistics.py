@@ -14,7 +14,7 @@ from .lists import Lists
 from .operands import Listed, Rows, Stats, describe, kernel_for, rows_of_warpgroup
 
 # What the gathered rows of a chunk of statistics may take.
-STATS_BYTES = 13 << 20
+STATS_BYTES = 12 << 20
 
 
 class Statistics(Lists):
