@@ -587,6 +587,8 @@ def test_a_copy_that_is_seen_after_a_write(copy: Any, write: Any) -> None:
         lambda z: torch._foreach_sin_([z]),
         lambda z: torch._foreach_zero_([z]),
         lambda z: torch._foreach_lerp_([z], [z.detach() * 3], 0.25),
+        lambda z: torch._foreach_zero_(self=[z]),
+        lambda z: torch._foreach_add_(self=[z], other=[z.detach() + 1.0], alpha=0.5),
     ],
 )
 def test_functions_of_lists_in_place(write: Any, view: Any) -> None:
