@@ -912,11 +912,13 @@ def rows_that_are_not_finite(dtype: torch.dtype) -> None:
 @case(each_dtype=True, gpu_only=True, routes=("described", "played"))
 def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
     """Those of large tiles: maxima and sums alone of 2048 hidden units or more, in one or several chunks of rows."""
-    for rows, hidden, vocab in ((65, 2048, 131), (300, 2064, 5000), (700, 4096, 256), (6500, 2048, 8200)):
+    shapes = (65, 2048, 144), (300, 2064, 5008), (700, 4096, 256), (1500, 2064, 16400), (6500, 2048, 8208)
+    for rows, hidden, vocab in shapes:
         for kind in ("plain", "scaled", "transposed", "idle"):
             p = problem(rows, hidden, vocab, dtype, scale=-1.5 if kind == "scaled" else 1.0)
             if kind == "transposed":
                 p.w = p.w.t().contiguous().t()
+                assert cuda._Head.of(*p.operands, "").is_described()
             if kind == "idle":
                 p.index[torch.rand(rows, device=DEVICE) < 0.6] = -1
             p.x[3], p.x[20], p.x[21] = float("nan"), float("inf"), 0

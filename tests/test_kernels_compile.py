@@ -74,12 +74,13 @@ def record(
 ) -> list[Launch]:
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
-    A ``plain`` cross entropy, one ``without_turns``, one with a ``softcap``, ``all_options``, those with ``few_hidden``
-    units or with an ``odd_hidden`` size. Or ``entropy``, or ``entropy_and_top`` among the statistics, and its backward.
-    Or products that are ``stored``, and the statistics of softcapped logits.
+    A ``plain`` cross entropy, one ``without_turns``, one of a scaled and ``transposed`` weight, one with a ``softcap``,
+    ``all_options``, those with ``few_hidden`` units or with an ``odd_hidden`` size. Or ``entropy``, or
+    ``entropy_and_top`` among the statistics, and its backward. Or products that are ``stored``, and the statistics of
+    softcapped logits.
     """
-    everything = kind not in ("plain", "softcap", "without_turns", "stored")
-    vocab, indexed = 50257 if everything else 128256, 1
+    everything = kind not in ("plain", "transposed", "softcap", "without_turns", "stored")
+    vocab, indexed = 50257 if everything else 50256 if kind == "transposed" else 128256, 1
     hidden = {"odd_hidden": 4095, "few_hidden": 896}.get(kind, 4096)
     launches: list[Launch] = []
     monkeypatch.setattr(tiles, "machine", lambda device: machine)
@@ -97,11 +98,11 @@ def record(
 
     operands = (
         meta(rows, hidden, dtype=dtype),
-        meta(vocab, hidden, dtype=dtype),
+        meta(hidden, vocab, dtype=dtype).t() if kind == "transposed" else meta(vocab, hidden, dtype=dtype),
         meta(vocab, dtype=dtype) if everything else None,
         meta(rows, indexed, dtype=torch.int64),
         meta(vocab) if everything else None,
-        0.5 if everything else 1.0,
+        0.5 if everything or kind == "transposed" else 1.0,
     )
     upstream = (meta(rows), meta(rows, indexed), meta(rows) if everything else None)
     needs = (True, True, everything)
@@ -207,6 +208,7 @@ CONFIGURATIONS = [
     (90, BF16, 512, "plain"),
     (90, BF16, 16384, "softcap"),
     (90, BF16, 16384, "without_turns"),
+    (90, BF16, 16384, "transposed"),
     (80, BF16, 16384, "softcap"),
     (90, FP16, 16384, "plain"),
     (100, BF16, 16384, "plain"),
@@ -237,7 +239,7 @@ def test_compiles(
     launches = record(monkeypatch, machine, dtype, rows, kind)
     names = {launch.kernel.__name__ for launch in launches}
     assert {"stats_kernel", "stats_together_kernel"} & names and "merge_kernel" in names
-    shares_tiles = capability == 90 and dtype != FP32 and rows > 64 and kind == "plain"
+    shares_tiles = capability == 90 and dtype != FP32 and rows > 64 and kind in ("plain", "transposed")
     assert ("stats_together_kernel" in names) == shares_tiles
     described_way = machine.generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
     made = described_way and kind != "stored"  # gradients, by kernels on descriptors

@@ -1,7 +1,7 @@
 """Launching kernels with little work for the host, and compiling those of a first call together.
 
 Triton finds the compiled kernel for a call anew each time, by all its arguments, which takes longer than some of the
-kernels here. This keeps what it found, under a signature of the call from which all those arguments follow.
+kernels here. This keeps what it found, under the call's constants and a signature from which all else follows.
 
 A kernel takes Triton one to three seconds to compile. Of a call that launches a dozen new ones, ``compiled_together``
 makes a rehearsal that launches nothing: Triton is asked for each kernel and compiles them in threads, which also make
@@ -96,11 +96,10 @@ def launch(signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, 
     """``kernel[grid](*args, **constants)``, where ``args`` are all the parameters that are no ``tl.constexpr``.
 
     ``signature`` must tell apart what else Triton compiles into a kernel: devices, dtypes, alignment, and for integers
-    that the kernel specialises whether they are 1 or multiples of 16. Constants, and which arguments are None, are seen
-    here.
+    that the kernel specialises whether they are 1, multiples of 16 or wider than 32 bits. Constants, from which the
+    blocks of descriptors must follow, and which arguments are None, are seen here.
     """
-    # A kernel's own hash takes longer.
-    key = (id(kernel), signature, *constants.values(), *[value is None for value in args])
+    key = _key(signature, kernel, args, constants)
     found: Launchable | None = _compiled.get(key)
     mode, listener = _mode.get(), _listener.get()
     if mode == "rehearse":
@@ -121,6 +120,11 @@ def launch(signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, 
     found.launch(grid, [found.place(value) if isinstance(value, Tensor) else value for value in args])
     if listener is not None:
         listener.launched(found, grid, args)
+
+
+def _key(signature: Hashable, kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> Hashable:
+    # A kernel's own hash takes longer.
+    return id(kernel), signature, *constants.values(), *[value is None for value in args]
 
 
 class Listener(Protocol):

@@ -131,7 +131,7 @@ class Statistics(Lists):
         strips = max(1, min(64, rows // 64))
         parts = self.empty(strips, hidden)
         self.launch(
-            (self.signature, matrix.shape, matrix.stride()),
+            (self.signature, matrix.shape, matrix.stride(), matrix.data_ptr() % 16 == 0),
             weighted_sum_kernel,
             (tiles.cdiv(hidden, 128), strips),
             matrix,

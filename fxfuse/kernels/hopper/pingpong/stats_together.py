@@ -1,7 +1,8 @@
-"""Maxima and sums as in ``..stats``, of logits as they are, by warpgroups that share a tile, see ``.together``.
+"""Maxima and sums as in ``..stats``, of products and a scale alone, by warpgroups that share a tile, see ``.together``.
 
-Where what ends a tile takes longer than that, a tile's end does not hide behind ``LAG`` steps of the other warpgroup:
-``.stats`` makes the other statistics, and those of transformed logits.
+What ends a tile must hide behind ``LAG`` steps of the other warpgroup. Where that takes longer, for other statistics
+and for logits with a bias or a transform, there is ``.stats``. At least three steps are needed, fewer than
+``tiles.MANY_HIDDEN`` hidden units have.
 """
 
 from __future__ import annotations

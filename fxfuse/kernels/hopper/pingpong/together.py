@@ -16,7 +16,8 @@ from .ring import BLOCK, add_product, add_products, after, expect_tiles, load_ti
 
 WIDTH = gl.constexpr(256)  # columns of a tile
 LAG = gl.constexpr(3)  # steps
-# Numbers to sum: with fewer than two steps the first warpgroup could come two tiles ahead.
+# Numbers to sum: with one step the second warpgroup is never let in, and with fewer than three steps, counting those in
+# which a slot has something else than operands, the first could come two tiles ahead of it.
 LEAST = gl.constexpr(65)
 
 
