@@ -60,8 +60,8 @@ class DeferredLogits(LazyTensor):
             if func is Tensor.__deepcopy__:
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
-        elif _writes_to_views(func, lists := kwargs.get("self", args[0] if args else ())):
-            _write_one_by_one(func, lists, *args[1:], **{name: v for name, v in kwargs.items() if name != "self"})
+        elif _writes_to_views(func, *args, **kwargs):
+            _write_one_by_one(func, *args, **kwargs)
             return None
         elif func in _REFUSED:
             raise errors.deferred_cannot(_REFUSED[func], head_of(args))
@@ -134,24 +134,24 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
                 origin.hooked = True
 
 
-def _writes_to_views(func: Any, tensors: Any) -> bool:
-    """Whether ``func`` is one of ``torch._foreach_…_`` and works on a view of deferred logits."""
+def _writes_to_views(func: Any, /, self: Any = (), *_: Any, **__: Any) -> bool:
+    """Whether ``func`` is one of ``torch._foreach_…_`` and works on a view of deferred logits in its list ``self``."""
     name = getattr(func, "__name__", "")
     if not (name.startswith("_foreach_") and name.endswith("_")) or name == "_foreach_copy_":  # which has no gradient
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        return any(isinstance(tensor, DeferredLogits) and tensor._is_view() for tensor in tensors)
+        return any(isinstance(tensor, DeferredLogits) and tensor._is_view() for tensor in self)
 
 
-def _write_one_by_one(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> None:
     """What ``func`` does to a list of tensors: of views of a subclass, PyTorch loses its gradient."""
     if func is torch._foreach_zero_:
-        for tensor in tensors:
+        for tensor in self:
             tensor.zero_()
         return
-    before = [tensor.clone() for tensor in tensors]  # what gradients may need
+    before = [tensor.clone() for tensor in self]  # what gradients may need
     results = getattr(torch, func.__name__[:-1])(before, *args, **kwargs)
-    for tensor, result in zip(tensors, results, strict=True):
+    for tensor, result in zip(self, results, strict=True):
         tensor.copy_(result)
 
 

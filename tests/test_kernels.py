@@ -915,12 +915,11 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
     shapes = (65, 2048, 144), (300, 2064, 5008), (700, 4096, 256), (1500, 2064, 16400), (6500, 2048, 8208)
     for rows, hidden, vocab in shapes:
         for kind in ("plain", "scaled", "transposed", "idle"):
-            p = problem(rows, hidden, vocab, dtype, scale=-1.5 if kind == "scaled" else 1.0)
+            scale, idle = -1.5 if kind == "scaled" else 1.0, 0.6 if kind == "idle" else 0.0
+            p = problem(rows, hidden, vocab, dtype, scale=scale, idle=idle)
             if kind == "transposed":
                 p.w = p.w.t().contiguous().t()
                 assert cuda._Head.of(*p.operands, "").is_described()
-            if kind == "idle":
-                p.index[torch.rand(rows, device=DEVICE) < 0.6] = -1
             p.x[3], p.x[20], p.x[21] = float("nan"), float("inf"), 0
             p.x[21, 0], p.index[21, 0] = float("inf"), int(p.w[:, 0].argmin())
             check_stats(p, skip_unindexed=kind == "idle", bound=2 * STATS_BOUND)  # sums have more terms than elsewhere

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
+from fxfuse.kernels import index as index_kernels  # noqa: E402
 from fxfuse.kernels import launcher, tape, tiles  # noqa: E402
 from fxfuse.ops import cuda, hopper  # noqa: E402
 
@@ -73,7 +74,10 @@ def run_any(pick: random.Random) -> None:
     upstream = meta(rows, offset=pick.choice([0, 1])), meta(*index.shape), g_class_sum
     need_input, need_weight, need_bias = (pick.random() < 0.7 for _ in range(3))
     needs = need_input, need_weight, need_bias and bias is not None
-    match pick.choice(["statistics", "backward", "loss", "exponentials", "stored"]):
+    match pick.choice(["statistics", "backward", "loss", "exponentials", "stored", "index"]):
+        case "index":
+            labels = meta(pick.choice([1, 16, 1500, 5000]), dtype=torch.int64, offset=pick.choice([0, 1]))
+            index_kernels.clean(labels, pick.choice([vocab, 1 << 33]), pick.choice([None, -100, 1, 2**40]))
         case "statistics":
             wanted = {"want_entropy": pick.random() < 0.4, "want_top": pick.random() < 0.4}
             cuda.linear_stats(*operands, g_class_sum is not None, pick.random() < 0.5, **wanted, transform=transform)
@@ -99,7 +103,8 @@ def test_equal_keys_are_equal_to_triton(takes_turns: bool, monkeypatch: pytest.M
     launches = Launches()
     machine = tiles.Machine("hopper", 132, takes_turns)
     monkeypatch.setattr(tiles, "machine", lambda device: machine)
-    monkeypatch.setattr(launcher, "launch", launches.launch)
+    for module in (launcher, index_kernels):
+        monkeypatch.setattr(module, "launch", launches.launch)
     monkeypatch.setattr(tape, "_tapes", {})
     monkeypatch.setattr(tape, "MOST_STEPS", -1)  # nothing is put on tape
     monkeypatch.setattr(hopper, "MOST_EXPONENTIALS_BYTES", 6 << 20)  # several chunks

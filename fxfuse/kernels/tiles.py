@@ -147,7 +147,7 @@ def padded(classes: int) -> int:
 def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True) -> Tile:
     """The tile of a kernel on descriptors for hidden states ``input [N, D]``; without ``turns``, of a Triton one.
 
-    ``short`` says that what ends a tile is no more than usual.
+    ``short`` says that what ends a tile takes no longer than a few steps of its product.
     """
     if machine(input.device).generation == "interpreter":
         return INTERPRETED

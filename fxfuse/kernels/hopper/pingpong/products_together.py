@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...logits import grouped
 from ..schedule import begin, last_chunk
-from .ring import BLOCK, NARROW, after, barriers, half, seen_as
+from .ring import BLOCK, NARROW, after, half, seen_as
 from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
-from .together import LEAST, WIDTH, begin_product, end_product, load_product
+from .together import LEAST, WIDTH, begin_product, end_product, load_product, ring_of_shared
 
 PIECES = gl.constexpr(4)  # of a warpgroup's half
 
@@ -132,15 +132,11 @@ def d_weight_together_kernel(
     begin(PDL)
     # A slot's tile of x and the upper bits of a warpgroup's sums take the same bytes.
     gl.static_assert(BK == PIECE)
-    dz_tiles = gl.allocate_shared_memory(dz.dtype, [2 * STAGES, BK, BLOCK // 2], dz.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BK, WIDTH], x.layout)
+    dz_tiles, x_tiles, full, empty, lead = ring_of_shared(dz, x, STAGES)
     factor_tiles = x_tiles  # which is not looked at
     if factors is not None:
         factor_tiles = gl.allocate_shared_memory(factors.dtype, [STAGES, BK, NARROW], factors.layout)
     uppers = seen_as(x_tiles, out, PIECES * STAGES)
-    full = barriers(STAGES)
-    empty = barriers(STAGES, 2)
-    lead = barriers(1)
     gl.warp_specialize(
         [
             (_add, (

@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..schedule import begin, logits_of
 from ..stats import online
-from .ring import BLOCK, barriers
+from .ring import BLOCK
 from .stats import lane_of
-from .together import WIDTH, begin_product, end_product, load_product
+from .together import WIDTH, begin_product, end_product, load_product, ring_of_shared
 
 
 @gluon.jit
@@ -91,11 +91,7 @@ def stats_together_kernel(
     PDL: gl.constexpr,
 ):
     begin(PDL)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK // 2, BK], x.layout)
-    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
-    full = barriers(STAGES)
-    empty = barriers(STAGES, 2)
-    lead = barriers(1)
+    x_tiles, w_tiles, full, empty, lead = ring_of_shared(x, w, STAGES)
     gl.warp_specialize(
         [
             (_walk, (

@@ -12,13 +12,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from .ring import BLOCK, add_product, add_products, after, expect_tiles, load_tile, narrow_zeros
+from .ring import BLOCK, add_product, add_products, after, barriers, expect_tiles, load_tile, narrow_zeros
 
 WIDTH = gl.constexpr(256)  # columns of a tile
 LAG = gl.constexpr(3)  # steps
 # Numbers to sum: with one step the second warpgroup is never let in, and with fewer than three steps, counting those in
 # which a slot has something else than operands, the first could come two tiles ahead of it.
 LEAST = gl.constexpr(65)
+
+
+@gluon.jit
+def ring_of_shared(a, b, STAGES: gl.constexpr):
+    """(tiles of two operands, of which warpgroups have halves of the first; ``full``, ``empty``, ``lead``)."""
+    a_tiles = gl.allocate_shared_memory(a.dtype, [2 * STAGES, a.block_shape[0], a.block_shape[1]], a.layout)
+    b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES, b.block_shape[0], b.block_shape[1]], b.layout)
+    return a_tiles, b_tiles, barriers(STAGES), barriers(STAGES, 2), barriers(1)
 
 
 @gluon.jit
