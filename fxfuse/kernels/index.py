@@ -18,7 +18,7 @@ BLOCK, MOST_BLOCK = 1024, 4096
 def clean_kernel(
     index,  # [size] int64
     clean,  # [size] int64, out
-    valid,  # [] int8, 1 before unless ALONE; out: 0 if an index is neither a class nor ignored, else 1
+    valid,  # [] bool, True before unless ALONE; out: whether every index is a class or ignored
     size,
     vocab,
     ignore_index,
@@ -47,7 +47,7 @@ def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, 
     out = torch.empty_like(index)
     alone = index.numel() <= MOST_BLOCK
     block = tiles.next_power_of_2(max(index.numel(), BLOCK)) if alone else BLOCK
-    valid = (torch.empty if alone else torch.ones)((), dtype=torch.int8, device=index.device)
+    valid = (torch.empty if alone else torch.ones)((), dtype=torch.bool, device=index.device)
     numbers = (index.numel(), vocab, 0 if ignore_index is None else ignore_index)
     ignores = ignore_index is not None
     wide = tuple(not -(2**31) <= number < 2**31 for number in numbers)
@@ -57,4 +57,4 @@ def clean(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, 
         signature, clean_kernel, grid, index, out, valid, *numbers, IGNORES=ignores, ALONE=alone, BLOCK=block,
         num_warps=block // 256,
     )  # fmt: skip
-    return out, valid.view(torch.bool)
+    return out, valid

@@ -53,7 +53,7 @@ def replayed(op: Callable[..., R]) -> Callable[..., R]:
         key = (op, tiles.dot_precision(leaves[0].dtype), *map(_look, leaves))
         found = _tapes.get(key, 0)
         if isinstance(found, Tape):
-            return found.play(tensors)
+            return found.play(*tensors)
         _keep(key, found + 1)
         if not 0 < found <= ATTEMPTS:  # the first call compiles
             return op(*args)
@@ -105,6 +105,22 @@ class _Place(NamedTuple):
     at: int
 
 
+class _Address(NamedTuple):
+    """Stands for a tensor that begins so many bytes after a value's memory, in what a kernel is given."""
+
+    at: int
+    offset: int
+
+
+class _Memory(NamedTuple):
+    """All of a tensor that a descriptor is asked for once it is made."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class _Step(Protocol):
     results: range  # places of its own values
     allocates: bool  # memory that holds anything, and nothing else
@@ -115,64 +131,88 @@ class _Step(Protocol):
     def needs_tensors(self) -> set[int]:
         """Of those, the ones that are more than addresses to it."""
 
-    def play(self, values: list[Any], stream: int | None) -> None:
-        """Do it, with the values before it, and put down its own; ``stream`` is of ``launcher.stream``."""
+    def line(self, source: _Source) -> str:
+        """The statement that does it, with the values before it as v0, v1 ..., their addresses as a0, a1 ..."""
 
 
 class _Called:
     """A call of PyTorch, whose results are values from ``at`` on."""
 
-    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], at: int, count: int) -> None:
+    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], at: int, results: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.results = range(at, at + count)
-        self.allocates = func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
-        self.places = [(i, arg.at) for i, arg in enumerate(args) if isinstance(arg, _Place)]
+        self.single = isinstance(results, Tensor)
+        self.results = range(at, at + (1 if self.single else len(results)))
+        self.allocation = _allocation(func, results) if self.single else None
+        self.allocates = func in _EMPTY
 
     def needs(self) -> set[int]:
-        return {at for _, at in self.places}
+        return set() if self.allocation else {arg.at for arg in self.args if isinstance(arg, _Place)}
 
     needs_tensors = needs
 
-    def play(self, values: list[Any], stream: int | None) -> None:
-        args = self.args.copy()
-        for i, at in self.places:
-            args[i] = values[at]
-        result = self.func(*args, **self.kwargs)
-        if isinstance(result, Tensor):
-            values[self.results.start] = result
-        else:
-            values[self.results.start : self.results.stop] = result
+    def line(self, source: _Source) -> str:
+        results = "".join(f"v{at}, " for at in self.results)
+        results = results[:-2] if self.single else f"({results})"
+        if self.allocation:
+            return f"{results} = {source.name(self.allocation)}()"
+        args = [f"v{arg.at}" if isinstance(arg, _Place) else source.name(arg) for arg in self.args]
+        kwargs = [f"{name}={source.name(value)}" for name, value in self.kwargs.items()]
+        return f"{results} = {source.name(self.func)}({', '.join([*args, *kwargs])})"
+
+
+_EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
+_ZEROS = (torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default)
+
+
+def _allocation(func: Any, result: Tensor) -> Callable[[], Tensor] | None:
+    """What does as ``func`` did, if that made a tensor of which all is known: sooner than by way of the dispatcher."""
+    shape, dtype, device = result.shape, result.dtype, result.device
+    if func in _EMPTY or (func in _ZEROS and result.numel() == 0):
+        return functools.partial(torch.empty_strided, shape, result.stride(), dtype=dtype, device=device)
+    if func in _ZEROS and result.is_contiguous():
+        return functools.partial(torch.zeros, shape, dtype=dtype, device=device)
+    return None
 
 
 class _Launched:
-    """A launch, of tensors that begin so many bytes after what is at a place."""
+    """A launch, of tensors as addresses if that is all that the kernel knows of them."""
 
     results = range(0)
     allocates = False
 
     def __init__(self, kernel: launcher.Launchable, grid: tuple[int, ...], args: list[Any]) -> None:
         self.kernel, self.grid, self.args = kernel, grid, args
-        self.places = [(i, *arg) for i, arg in enumerate(args) if isinstance(arg, _Address)]
-        self.described = [(i, arg.base.at) for i, arg in enumerate(args) if hasattr(arg, "base")]
 
     def needs(self) -> set[int]:
-        return {at for _, at, _ in self.places} | {at for _, at in self.described}
+        return {base.at for arg in self.args if isinstance(base := getattr(arg, "base", arg), _Address)}
 
     def needs_tensors(self) -> set[int]:
-        return {at for _, at in self.described} if self.kernel.by_address else self.needs()
+        return set() if self.kernel.by_address else self.needs()
 
-    def play(self, values: list[Any], stream: int | None) -> None:
-        args, place = self.args.copy(), self.kernel.place
-        for i, at, offset in self.places:
-            args[i] = place(values[at], offset)
-        for i, at in self.described:
-            args[i] = _based(args[i], values[at])
-        self.kernel.launch(self.grid, args, stream)
+    def moved(self, to: dict[int, _Address]) -> _Launched:
+        """With other addresses in place of values that are no more."""
 
+        def place(arg: Any) -> Any:
+            if hasattr(arg, "base"):
+                return _based(arg, place(arg.base))
+            if isinstance(arg, _Address) and arg.at in to:
+                return to[arg.at]._replace(offset=to[arg.at].offset + arg.offset)
+            return arg
 
-class _Address(NamedTuple):
-    at: int
-    offset: int
+        return _Launched(self.kernel, self.grid, [place(arg) for arg in self.args])
+
+    def line(self, source: _Source) -> str:
+        args = "".join(self._argument(arg, source) + ", " for arg in self.args)
+        return f"{source.name(self.kernel.launch)}({source.name(self.grid)}, ({args}), on)"
+
+    def _argument(self, arg: Any, source: _Source) -> str:
+        if isinstance(arg, _Address):
+            return f"a{arg.at} + {arg.offset}" if self.kernel.by_address else f"v{arg.at}"
+        if hasattr(arg, "base"):
+            base = self._argument(arg.base, source)
+            base = f"{source.name(_Memory)}({base})" if self.kernel.by_address else base
+            return f"{source.name(_based)}({source.name(arg)}, {base})"
+        return source.name(arg)
 
 
 def _based(descriptor: Any, base: Any) -> Any:
@@ -183,21 +223,60 @@ def _based(descriptor: Any, base: Any) -> Any:
 
 
 class Tape:
-    """What a call did, to be done from tensors that look like its own."""
+    """What a call did, to be done from tensors that look like its own: a function, as that takes the least time."""
 
-    def __init__(self, steps: list[_Step], result: Any, values: list[Tensor]) -> None:
-        self.result, self.values = result, len(values)
-        self.steps = _pooled(_without_views(steps, _places(result)), _places(result), values)
-        self.dead = _dead(self.steps, _places(result))
+    def __init__(self, steps: list[_Step], result: Any, values: list[Tensor], given: int) -> None:
+        needed = _places(result)
+        self.steps = _pooled(_without_views(steps, needed), needed, values)
+        source = _Source(given, self.steps)
+        for step, dead in zip(self.steps, _dead(self.steps, needed), strict=True):
+            source.add(step, dead)
+        self.play: Callable[..., Any] = source.function(result)
 
-    def play(self, tensors: list[Tensor]) -> Any:
-        values = [*tensors, *[None] * (self.values + 1 - len(tensors))]
-        stream = launcher.stream() if torch.cuda.is_initialized() else None
-        for step, dead in zip(self.steps, self.dead, strict=True):
-            step.play(values, stream)
-            for at in dead:
-                values[at] = None
-        return _filled(self.result, values)
+
+class _Source:
+    """The source of a function of so many tensors."""
+
+    def __init__(self, given: int, steps: list[_Step]) -> None:
+        self.names: dict[str, Any] = {}
+        self.addressed = set().union(*(step.needs() - step.needs_tensors() for step in steps))
+        self.lines = [f"def play({', '.join(f'v{at}' for at in range(given))}):", f"on = {self.name(_stream)}()"]
+        self._addresses(range(given))
+
+    def name(self, value: Any) -> str:
+        """An expression for the value."""
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        name = f"c{id(value)}"
+        self.names[name] = value  # which keeps it, so that no other has its identity
+        return name
+
+    def add(self, step: _Step, dead: set[int]) -> None:
+        """``dead`` are the values that nothing needs after it, so that their memory is free for others."""
+        self.lines.append(step.line(self))
+        self._addresses(step.results)
+        if dead:
+            self.lines.append("del " + ", ".join(f"v{at}" for at in dead))
+
+    def _addresses(self, places: range) -> None:
+        self.lines += [f"a{at} = v{at}.data_ptr()" for at in places if at in self.addressed]
+
+    def function(self, result: Any) -> Any:
+        self.lines.append(f"return {self._filled(result)}")
+        exec(compile("\n ".join(self.lines), "<tape>", "exec"), self.names)
+        return self.names["play"]
+
+    def _filled(self, template: Any) -> str:
+        if isinstance(template, _Place):
+            return f"v{template.at}"
+        if isinstance(template, tuple):
+            make = self.name(type(template)) if hasattr(template, "_fields") else ""
+            return f"{make}({''.join(self._filled(item) + ', ' for item in template)})"
+        return self.name(template)
+
+
+def _stream() -> int | None:
+    return launcher.stream() if torch.cuda.is_initialized() else None
 
 
 def _dead(steps: list[_Step], needed: set[int]) -> list[set[int]]:
@@ -224,40 +303,25 @@ def _pooled(steps: list[_Step], needed: set[int], values: list[Tensor]) -> list[
     """The steps with one allocation, the value after all others, for the small memory that only kernels need."""
     for step in steps:
         needed = needed | step.needs_tensors()
-    pooled: dict[int, int] = {}
+    pooled: dict[int, _Address] = {}
     size, rest = 0, []
     for step in steps:
         at = step.results.start
         if step.allocates and at not in needed and values[at].nbytes <= MOST_POOLED:
-            pooled[at] = size
+            pooled[at] = _Address(len(values), size)
             size += -(-values[at].nbytes // ALIGNMENT) * ALIGNMENT
         else:
-            rest.append(step)
+            rest.append(step.moved(pooled) if isinstance(step, _Launched) else step)
     if not pooled:
         return steps
-    for step in rest:
-        if isinstance(step, _Launched):
-            step.places = [
-                (i, len(values), pooled[at] + offset) if at in pooled else (i, at, offset)
-                for i, at, offset in step.places
-            ]
-    memory = {"dtype": torch.uint8, "device": values[next(iter(pooled))].device}
-    return [_Called(torch.ops.aten.empty.memory_format, [[size]], memory, len(values), 1), *rest]
+    memory = torch.empty(size, dtype=torch.uint8, device=values[next(iter(pooled))].device)
+    return [_Called(torch.ops.aten.empty.memory_format, [], {}, len(values), memory), *rest]
 
 
 def _places(template: Any) -> set[int]:
     if isinstance(template, _Place):
         return {template.at}
     return set().union(*map(_places, template)) if isinstance(template, tuple) else set()
-
-
-def _filled(template: Any, values: list[Any]) -> Any:
-    if isinstance(template, _Place):
-        return values[template.at]
-    if isinstance(template, tuple):
-        items = [_filled(item, values) for item in template]
-        return type(template)(*items) if hasattr(template, "_fields") else tuple(items)
-    return template
 
 
 class _Recorder(TorchDispatchMode):
@@ -279,7 +343,7 @@ class _Recorder(TorchDispatchMode):
 
     def tape(self, result: Any) -> Tape | None:
         template = self._template(result)
-        return Tape(self.steps, template, self.values) if self.whole else None
+        return Tape(self.steps, template, self.values, self.given) if self.whole else None
 
     def _go_on(self) -> None:
         """Or keep nothing any more, of a call that will be on no tape."""
@@ -323,7 +387,7 @@ class _Recorder(TorchDispatchMode):
             self.at[id(result)] = given[0].at
             self.kept.append(result)
         elif self.whole:
-            self.steps.append(_Called(func, given, kwargs, len(self.values), len(results)))
+            self.steps.append(_Called(func, given, kwargs, len(self.values), result))
             for tensor in results:
                 self._add(tensor, args[0] if func.is_view else None)
         self._go_on()
@@ -342,7 +406,7 @@ class _Recorder(TorchDispatchMode):
                 return place and _Address(place.at, 0)
             return self.addresses[place.at]
         if hasattr(arg, "base"):
-            return _based(arg, self._template(arg.base))
+            return _based(arg, self._argument(arg.base, kernel))
         return arg
 
     def compiled(self) -> None:

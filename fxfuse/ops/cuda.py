@@ -449,6 +449,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+@functools.cache
 def _hopper() -> Any:
     from . import hopper  # imports Triton
 

@@ -63,10 +63,12 @@ class _Gradients:
         self.need_input, self.need_weight, self.need_bias = needs
         self.d_input = call.input.new_zeros((call.rows, call.hidden) if self.need_input else (0,), dtype=dtypes[0])
         self.d_weight = call.empty(*((call.vocab, call.hidden) if self.need_weight else (0,)), dtype=dtypes[1])
-        self.d_bias = call.input.new_zeros((call.vocab if self.need_bias else 0,), dtype=torch.float32)
+        shape, dtype = ((call.vocab,), torch.float32) if self.need_bias else ((0,), dtypes[2])
+        self.d_bias = call.input.new_zeros(shape, dtype=dtype)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.d_input, self.d_weight, self.d_bias.to(self.dtypes[2])
+        d_bias = self.d_bias.to(self.dtypes[2]) if self.need_bias else self.d_bias
+        return self.d_input, self.d_weight, d_bias
 
     def recompute(
         self, listed: Listed, stats: Stats, up: Upstream, factors: tuple[Tensor | None, Tensor | None], memory: int = 0
