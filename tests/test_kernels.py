@@ -40,7 +40,7 @@ STATS_BOUND = 5e-6
 GRADIENT_FLOOR = {torch.float32: 2e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
 
 CASES = Cases()
-# "played" is "described" with each call made three times, with other tensors: see ``kernels.tape``. The interpreter
+# "played" is "described" with each call made three times, with other tensors: see ``kernels.recorder``. The interpreter
 # takes too long for all of that.
 ROUTES = ("described", "general", "played") if HAS_GPU else ("described", "general")
 ALL_ROUTES = ("described", "general", "played")
@@ -74,14 +74,14 @@ def run_case(check: Callable[..., None], way: str, dtype: torch.dtype | None) ->
 @contextlib.contextmanager
 def three_times() -> Iterator[None]:
     """Let each op of ``hopper`` be called three times: in steps, on a tape, from the tape. The bits are the same."""
-    from fxfuse.kernels import launcher, tape
+    from fxfuse.kernels import launcher, recorder, tape
     from fxfuse.ops import hopper
 
     def thrice(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            tape._tapes.clear()
+            recorder._tapes.clear()
             results = op(*args), op(*copied(args)), op(*copied(args))
-            assert all(isinstance(made, tape.Tape) for made in tape._tapes.values()), f"{name} is on no tape"
+            assert all(isinstance(made, tape.Tape) for made in recorder._tapes.values()), f"{name} is on no tape"
             # Of exponentials, rows without work hold anything; the gradients that they give are compared.
             first, *others = results if name != "loss_and_exponentials" else [loss for loss, _ in results]
             for other in others:
@@ -93,7 +93,7 @@ def three_times() -> Iterator[None]:
 
     ops = "linear_stats", "linear_stats_backward", "linear_loss", "loss_and_exponentials", "kept_gradients"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(tape, "MOST_STEPS", 1 << 20))
+        stack.enter_context(mock.patch.object(recorder, "MOST_STEPS", 1 << 20))
         if not HAS_GPU:
             stack.enter_context(mock.patch.object(launcher, "_Interpreted", AtAddresses))
         for name in ops:

@@ -27,7 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from fxfuse.kernels import dlogits, launcher, stats, tape, tiles  # noqa: E402
+from fxfuse.kernels import dlogits, launcher, recorder, stats, tiles  # noqa: E402
 from fxfuse.ops import cuda, hopper  # noqa: E402
 
 pytestmark = [
@@ -84,7 +84,7 @@ def record(
     hidden = {"odd_hidden": 4095, "few_hidden": 896}.get(kind, 4096)
     launches: list[Launch] = []
     monkeypatch.setattr(tiles, "machine", lambda device: machine)
-    monkeypatch.setattr(tape, "_tapes", {})  # of other machines
+    monkeypatch.setattr(recorder, "_tapes", {})  # of other machines
     for module, name in ((stats, "stats_kernel"), (stats, "merge_kernel"), (dlogits, "dlogits_kernel")):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     monkeypatch.setattr(

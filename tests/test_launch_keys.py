@@ -22,7 +22,7 @@ from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from fxfuse.kernels import index as index_kernels  # noqa: E402
-from fxfuse.kernels import launcher, tape, tiles  # noqa: E402
+from fxfuse.kernels import launcher, recorder, tiles  # noqa: E402
 from fxfuse.ops import cuda, hopper  # noqa: E402
 
 pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
@@ -105,8 +105,8 @@ def test_equal_keys_are_equal_to_triton(takes_turns: bool, monkeypatch: pytest.M
     monkeypatch.setattr(tiles, "machine", lambda device: machine)
     for module in (launcher, index_kernels):
         monkeypatch.setattr(module, "launch", launches.launch)
-    monkeypatch.setattr(tape, "_tapes", {})
-    monkeypatch.setattr(tape, "MOST_STEPS", -1)  # nothing is put on tape
+    monkeypatch.setattr(recorder, "_tapes", {})
+    monkeypatch.setattr(recorder, "MOST_STEPS", -1)  # nothing is put on tape
     monkeypatch.setattr(hopper, "MOST_EXPONENTIALS_BYTES", 6 << 20)  # several chunks
     pick = random.Random(0)
     for _ in range(5000):

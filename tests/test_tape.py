@@ -1,4 +1,4 @@
-"""``fxfuse.kernels.tape``: what is played does to other tensors what the op would do. With kernels: test_kernels."""
+"""``fxfuse.kernels.recorder``: what is played does to other tensors what the op would do. With kernels: test_kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fxfuse.compat import TorchDispatchMode
-from fxfuse.kernels import launcher, tape
+from fxfuse.kernels import launcher, recorder, tape
 
 
 @pytest.fixture(autouse=True)
 def no_tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(recorder, "_tapes", {})
     yield
 
 
@@ -33,7 +33,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.count = 0
-        self.op = tape.replayed(self.run)
+        self.op = recorder.replayed(self.run)
 
     def run(self, x: Tensor, pair: tuple[Tensor, Tensor | None], number: float) -> tuple[Tensor, Pair, None]:
         self.count += 1
@@ -116,25 +116,25 @@ ELSEWHERE = torch.ones(4)
     ids=["number", "size", "foreign", "list", "condition"],
 )
 def test_what_a_tape_cannot_hold(untaped: Any) -> None:
-    op = tape.replayed(lambda x: untaped(x))
+    op = recorder.replayed(lambda x: untaped(x))
     for _ in range(6):
         x = torch.randn(4)
         got, want = op(x), untaped(x)
         assert len(got) == len(want)
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, want, strict=True))
-    assert list(tape._tapes.values()) == [6]  # calls that were counted, and no tape
+    assert list(recorder._tapes.values()) == [6]  # calls that were counted, and no tape
 
 
 def test_more_steps_than_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "MOST_STEPS", 3)
+    monkeypatch.setattr(recorder, "MOST_STEPS", 3)
     steps = Steps()
     for count in range(1, 5):
         steps.check(*operands(), 2.5, count=count)
-    assert list(tape._tapes.values()) == [tape.ATTEMPTS + 3]  # one attempt, and two calls after it
+    assert list(recorder._tapes.values()) == [recorder.ATTEMPTS + 3]  # one attempt, and two calls after it
 
 
 def test_what_will_be_on_no_tape_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "MOST_STEPS", 3)
+    monkeypatch.setattr(recorder, "MOST_STEPS", 3)
     alive: list[int] = []
 
     def op(x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def test_what_will_be_on_no_tape_keeps_no_memory(monkeypatch: pytest.MonkeyPatch
         alive.append(sum(ref() is not None for ref in seen))
         return x + 1
 
-    played = tape.replayed(op)
+    played = recorder.replayed(op)
     for _ in range(3):
         played(torch.randn(5))
     assert alive == [0, 0, 0]
@@ -172,10 +172,10 @@ def test_memory_is_free_once_nothing_needs_it() -> None:
             x = x * 2
         return kept, x.view(-1)
 
-    played = tape.replayed(op)
+    played = recorder.replayed(op)
     for _ in range(3):
         played(torch.randn(5))
-    (made,) = tape._tapes.values()
+    (made,) = recorder._tapes.values()
     assert isinstance(made, tape.Tape)
     x = torch.randn(5)
     with Alive() as alive:
@@ -186,12 +186,12 @@ def test_memory_is_free_once_nothing_needs_it() -> None:
 
 
 def test_so_many_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "MOST_TAPES", 3)
+    monkeypatch.setattr(recorder, "MOST_TAPES", 3)
     steps = Steps()
     for rows in range(2, 12):
         for _ in range(3):
             steps.op(*operands(rows), 1.0)
-    assert len(tape._tapes) == 3
+    assert len(recorder._tapes) == 3
     count = steps.count
     for rows in (9, 10, 11):  # the last ones are there
         steps.check(*operands(rows), 1.0, count=count)
@@ -244,14 +244,14 @@ def test_launches_are_done_again_on_views_and_scratch(double: Doubled) -> None:
         double(x, called.view(-1), 5)
         return out, called + 1
 
-    played = tape.replayed(op)
+    played = recorder.replayed(op)
     for _ in range(5):
         x = torch.randn(5)
         for actual, expected in zip(played(x), op(x), strict=True):
             assert torch.equal(actual, expected)
-    (made,) = tape._tapes.values()
+    (made,) = recorder._tapes.values()
     assert isinstance(made, tape.Tape)
-    calls = [step.func for step in made.steps if isinstance(step, tape._Called)]
+    calls = [step.func for step in made.steps if isinstance(step, tape.Called)]
     aten = torch.ops.aten
     if double.by_address:  # one for the scratch; no views, but of what is called or is a result
         assert calls.count(aten.empty.memory_format) == 2
@@ -266,19 +266,19 @@ def test_a_call_that_compiles_is_on_no_tape(monkeypatch: pytest.MonkeyPatch) -> 
             listener.compiled()
         return x + 1
 
-    played = tape.replayed(op)
+    played = recorder.replayed(op)
     for _ in range(5):
         x = torch.randn(3)
         assert torch.equal(played(x), x + 1)
-    assert not any(isinstance(made, tape.Tape) for made in tape._tapes.values())
+    assert not any(isinstance(made, tape.Tape) for made in recorder._tapes.values())
 
 
 def test_nothing_is_played_within_another_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is played tells no listener of its launches."""
-    inner = tape.replayed(lambda x: x * 2)
+    inner = recorder.replayed(lambda x: x * 2)
     for _ in range(3):
         inner(torch.randn(3))
-    outer = tape.replayed(lambda x: inner(x) + 1)
+    outer = recorder.replayed(lambda x: inner(x) + 1)
     for _ in range(4):
         x = torch.randn(3)
         assert torch.equal(outer(x), x * 2 + 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import tiles
 from .launcher import launch
-from .tape import replayed
+from .recorder import replayed
 
 BLOCK, MOST_BLOCK = 1024, 4096
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..kernels import tiles
 from ..kernels.hopper.launch import Bad, Call, Classes, Listed, Rows, Stats, Sum, fits, takes
 from ..kernels.launcher import compiled_together
-from ..kernels.tape import replayed
+from ..kernels.recorder import replayed
 from ..transform import decode, steepest
 from .contract import Upstream, normalisation, stash_dtype
 

@@ -1,0 +1,184 @@
+"""Doing again what an op did, without finding out anew what that is.
+
+What an op launches follows from the sizes, strides, alignment and dtypes of its operands and from its options, and from
+no value: nothing waits for the device. For few rows, finding it out takes the host longer than the device takes; for
+many, the device waits for the first launches if it was idle. So the second of several calls that look alike is put on a
+tape, all its launches and calls of PyTorch with the places of their arguments among the values so far, and those after
+it play the tape.
+
+An op that does anything else than launch kernels, through ``launcher``, and call PyTorch on tensors must not be played.
+What a tape cannot hold, it is not made of: a value that the host reads, a tensor that is not of the call's own, a
+kernel that had to be compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..compat import TorchDispatchMode
+from . import launcher, tiles
+from .tape import Address, Called, Launched, Place, Step, Tape, based
+
+R = TypeVar("R")
+
+# Of a tape, some 2 KB each; what has more keeps the device busy.
+MOST_STEPS = 512
+MOST_TAPES = 128
+ATTEMPTS = 3
+
+_tapes: dict[Hashable, Tape | int] = {}  # or calls so far
+_lock = threading.Lock()
+
+
+def replayed(op: Callable[..., R]) -> Callable[..., R]:
+    """``op``, whose later calls are played from a tape.
+
+    Its arguments are tensors, the first leaf among them, and what is hashed by value; tuples of these; and objects
+    whose ``leaves`` are a tuple of these.
+    """
+
+    @functools.wraps(op)
+    def played(*args: Any) -> R:
+        if launcher.is_nested():
+            return op(*args)
+        leaves = _leaves(args)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key = (op, tiles.dot_precision(leaves[0].dtype), *map(_look, leaves))
+        found = _tapes.get(key, 0)
+        if isinstance(found, Tape):
+            return found.play(*tensors)
+        _keep(key, found + 1)
+        if not 0 < found <= ATTEMPTS:  # the first call compiles
+            return op(*args)
+        recorder = _Recorder(tensors)
+        with recorder, launcher.listening(recorder):
+            result = op(*args)
+        made = recorder.tape(result)
+        if made is not None:
+            _keep(key, made)
+        elif recorder.too_long:
+            _keep(key, ATTEMPTS + 1)  # it will always be
+        return result
+
+    return played
+
+
+def _keep(key: Hashable, value: Tape | int) -> None:
+    with _lock:
+        if key not in _tapes and len(_tapes) >= MOST_TAPES:
+            del _tapes[next(iter(_tapes))]  # the oldest
+        _tapes[key] = value
+
+
+def _leaves(value: tuple[Any, ...]) -> list[Any]:
+    leaves = []
+    for item in value:
+        if isinstance(item, Tensor):
+            leaves.append(item)
+        elif isinstance(item := getattr(item, "leaves", item), tuple):
+            leaves += _leaves(item)
+        else:
+            leaves.append(item)
+    return leaves
+
+
+def _look(leaf: Any) -> Hashable:
+    """All of a leaf that an op may depend on, but a tensor's values."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.dtype, leaf.get_device(), leaf.shape, leaf.stride(), leaf.data_ptr() % 16
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what happens while it is active."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.values: list[Tensor] = []
+        self.kept: list[Tensor] = []  # all are, until the end, so that no other has one's identity
+        self.at: dict[int, int] = {}
+        self.addresses: list[Address] = []  # of each value: where its memory is within another's
+        self.too_long = False
+        # Of a tensor that is given twice, it could not be told which is meant.
+        self.whole = len(set(map(id, tensors))) == len(tensors)
+        for tensor in tensors:
+            self._add(tensor)
+        self.given = len(tensors)
+
+    def tape(self, result: Any) -> Tape | None:
+        template = self._template(result)
+        return Tape(self.steps, template, self.values, self.given) if self.whole else None
+
+    def _go_on(self) -> None:
+        """Or keep nothing any more, of a call that will be on no tape."""
+        self.too_long |= len(self.steps) > MOST_STEPS
+        self.whole &= not self.too_long
+        if not self.whole:
+            for kept in (self.steps, self.values, self.kept, self.at, self.addresses):
+                kept.clear()
+
+    def _add(self, tensor: Tensor, base: Tensor | None = None) -> None:
+        address = Address(len(self.values), 0)
+        if base is not None and tensor.numel() > 0:  # without elements there is no address
+            at, offset = self.addresses[self.at[id(base)]]
+            address = Address(at, offset + tensor.data_ptr() - base.data_ptr())
+        self.at.setdefault(id(tensor), len(self.values))
+        self.addresses.append(address)
+        self.values.append(tensor)
+
+    def _template(self, value: Any) -> Any:
+        """The value with places for its tensors."""
+        if isinstance(value, Tensor):
+            at = self.at.get(id(value))
+            self.whole &= at is not None
+            return None if at is None else Place(at)
+        if isinstance(value, tuple):
+            items = [self._template(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        within = [*kwargs.values(), *(item for arg in args if isinstance(arg, (tuple, list)) for item in arg)]
+        self.whole &= all(isinstance(r, Tensor) for r in results) and not any(isinstance(v, Tensor) for v in within)
+        given = [self._template(arg) for arg in args]
+        if self.whole and func is torch.ops.aten.detach.default and given[0].at >= self.given:
+            # Of its own; PyTorch returns what it allocates as such.
+            self.at[id(result)] = given[0].at
+            self.kept.append(result)
+        elif self.whole:
+            self.steps.append(Called(func, given, kwargs, len(self.values), result))
+            for tensor in results:
+                self._add(tensor, args[0] if func.is_view else None)
+        self._go_on()
+        return result
+
+    def launched(self, kernel: launcher.Launchable, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        given = [self._argument(arg, kernel) for arg in args]
+        if self.whole:
+            self.steps.append(Launched(kernel, grid, given))
+        self._go_on()
+
+    def _argument(self, arg: Any, kernel: launcher.Launchable) -> Any:
+        if isinstance(arg, Tensor):
+            place = self._template(arg)
+            if place is None or not kernel.by_address:
+                return place and Address(place.at, 0)
+            return self.addresses[place.at]
+        if hasattr(arg, "base"):
+            return based(arg, self._argument(arg.base, kernel))
+        return arg
+
+    def compiled(self) -> None:
+        self.whole = False
