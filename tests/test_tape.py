@@ -1,4 +1,4 @@
-"""``fxfuse.kernels.recorder``: what is played does to other tensors what the op would do. With kernels: test_kernels."""
+"""``fxfuse.kernels.recorder``: what is played does to other tensors what the op would. With kernels: test_kernels."""
 
 from __future__ import annotations
 
