@@ -150,6 +150,21 @@ def test_what_will_be_on_no_tape_keeps_no_memory(monkeypatch: pytest.MonkeyPatch
     assert alive == [0, 0, 0]
 
 
+def test_memory_is_laid_out_as_it_was() -> None:
+    def op(x: Tensor) -> tuple[Tensor, ...]:
+        made = torch.empty_like(x), torch.zeros_like(x), x.new_zeros((0, 3)), torch.zeros(2, 3, dtype=torch.int32)
+        made[0].copy_(x)
+        return *made, torch.empty((0, 2), dtype=torch.float64)
+
+    played = recorder.replayed(op)
+    for x in (torch.randn(3, 4).t(), torch.randn(3, 4)[:, ::2], torch.randn(4, 3)):
+        for _ in range(4):
+            for actual, expected in zip(played(x), op(x), strict=True):
+                assert torch.equal(actual, expected) and actual.dtype == expected.dtype
+                assert actual.stride() == expected.stride()
+    assert all(isinstance(made, tape.Tape) for made in recorder._tapes.values()) and len(recorder._tapes) == 3
+
+
 class Alive(TorchDispatchMode):
     """Counts, before each call, the results of those before it that something keeps."""
 
