@@ -104,10 +104,14 @@ class ClassTensor:
         return ops
 
     @property
+    def is_extended(self) -> bool:
+        """Whether there is such an operation."""
+        return len(self.since_extension) != len(self.class_ops)
+
+    @property
     def has_bias(self) -> bool:
         """Whether a bias is added to the product."""
-        ops = self.since_extension
-        return any(op.shifts for op in ops) or (self.head.bias is not None and len(ops) == len(self.class_ops))
+        return any(op.shifts for op in self.since_extension) or (self.head.bias is not None and not self.is_extended)
 
     def hidden_states(self, emit: Emit, count: int | None = None) -> Handle:
         """The hidden states with the row operations replayed, or the first ``count`` of these, D in V's place."""

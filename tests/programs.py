@@ -1584,6 +1584,24 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "mask_of_a_row_shift": ("unknown_reader", lambda s: (s.z + s.x[..., :1]).masked_fill(s.c > 0.6, 2.0).sum(-1)),
     "class_factor_of_a_row_shift": ("unknown_reader", lambda s: ((s.z + s.x[..., :1]) * s.b).logsumexp(-1)),
     "joined_row_shifts": ("unknown_reader", lambda s: torch.stack([s.z + s.x[..., :1]] * 2).logsumexp(-1)),
+    "one_row_shift_joined": (
+        "unknown_reader",
+        lambda s: (lambda z: ce(torch.cat([z - z.max(-1, keepdim=True).values]), s.y[0, :1]))(s.zb[0, :1]),
+    ),
+    "one_row_shift_stacked": (
+        "unknown_reader",
+        lambda s: torch.stack((s.z[:1, :1] - s.x[:1, :1, :1]).unbind(1), 1).logsumexp(-1),
+    ),
+    "mask_after_shifts_around_a_temperature": (
+        "unknown_reader",
+        lambda s: ((s.z + s.b) / s.x[..., :1].exp() + s.c).tanh().masked_fill(s.c > 0.6, -1e4).logsumexp(-1),
+    ),
+    "entropy_after_shifts_around_a_temperature": (
+        "unknown_reader",
+        lambda s: torch.distributions.Categorical(
+            logits=(s.z + s.b) / s.x[..., :1].exp() + s.c, validate_args=False
+        ).entropy(),
+    ),
     "all_of_row_shifts_returned": ("returned", lambda s: s.z - s.x[..., :1]),
     "masks_around_a_function": (
         "unknown_reader",

@@ -214,7 +214,7 @@ def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
 
 def _without_infinities(call: Call, input: ClassTensor) -> ClassTensor:
     """The same with a low number in place of logits of -inf, which come of a bias, or of a mask after a function."""
-    if input.since_extension != input.class_ops:
+    if input.is_extended:
         call.keep("unknown_reader", f"{call.name} of clamped log-probabilities, with a temperature for each row,")
     if any(step.name == MASKED for step in input.transform):
         # The mask's bias of -inf is its mark, and must stay.
@@ -402,11 +402,7 @@ def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) 
         return of_classes(input, call.name, mark, dtype=dtype)
     bounded = any(known.name in ("tanh", "sigmoid") for known in input.transform)
     known_bias = not input.has_bias or bounded
-    if (
-        any(known.name == MASKED for known in input.transform)
-        or input.since_extension != input.class_ops
-        or not known_bias
-    ):
+    if any(known.name == MASKED for known in input.transform) or input.is_extended or not known_bias:
         before_it = "another function" if input.transform else "a scale and a bias"
         call.keep("unknown_reader", f"{call.name}, after {before_it} of the logits,")
     if input.has_bias:  # which may hold -inf itself; of a number so low a bounded function makes the same

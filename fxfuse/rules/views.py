@@ -421,9 +421,10 @@ def _joined(call: Call, function: Callable[..., Any], tensors: Any, dim: Any, ad
     first = tensors[0]
     if type(first) not in (Logits, LogProbs, Probs) or any(type(t) is not type(first) for t in tensors):
         call.keep("unknown_reader", f"{call.name} of logits with something else")
+    if any(t.row_shifts for t in tensors):  # which would have to be joined as the rows are
+        call.keep("unknown_reader", f"{call.name} of logits with a number added to each row")
     for other in tensors[1:]:
-        # What is added to rows would have to be joined as they are.
-        made_alike = first.logits_key() == other.logits_key() and first.factor == other.factor and not first.row_shifts
+        made_alike = first.logits_key() == other.logits_key() and first.factor == other.factor
         alike = made_alike and first.dtype == other.dtype and first.requires_grad == other.requires_grad
         if not alike or first.class_dim != other.class_dim or not first.head.shares_classes_with(other.head):
             call.keep("unknown_reader", f"{call.name} of logits of different kinds")
