@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +30,8 @@ class Head:
             are permuted to be those of the logits, if they are.
         cut_off: whether no gradient reaches the operands, although they may require one: an example of what was made
             under no_grad does not know, for it may be one of its arguments.
+        filled: ``[V]`` bool, or None: classes whose logits are the bias alone, so that no gradient of theirs comes to
+            the hidden states, not even one that is NaN.
     """
 
     input: Handle
@@ -41,6 +44,7 @@ class Head:
     cut_off: bool = False
     axis: int = -1
     order: tuple[int, ...] | None = None
+    filled: Handle | None = None
 
     def of(self, **operands: Handle | None) -> Head:
         """The same with other operands, in a quarter of the time of ``replace``: one is made each time logits wait."""
@@ -143,6 +147,22 @@ class ClassTensor:
         for op in self.class_ops:
             weight, bias = op.replay(emit, weight, bias)
         return weight, bias
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether numbers were put in the place of the logits of some classes."""
+        return any(op.fills for op in self.class_ops)
+
+    def filled(self, emit: Emit) -> Handle | None:
+        """``filled`` of the head that has the ``classes``; None if there are none."""
+        if not self.is_filled:
+            return None
+        weight = emit(torch.t, self.head.weight) if self.head.weight_transposed else self.head.weight
+        mark = emit(torch.ones_like, emit(getitem, weight, (slice(None), slice(0, 1))))
+        for op in self.class_ops:
+            if op.fills or op.selects:
+                mark, _ = op.replay(emit, mark, None)
+        return emit(torch.eq, emit(torch.squeeze, mark, 1), 0)
 
     def handles(self) -> tuple[Handle, ...]:
         """The arguments of the row and class operations: symbolic sizes and tensors among them, and numbers."""

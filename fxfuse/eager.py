@@ -73,6 +73,9 @@ def _logits(value: ClassTensor) -> Tensor:
             z = F.linear(rows, weight).to(acc) + bias
         else:
             z = F.linear(rows, weight, None if bias is None else bias.to(head.dtype))
+        if head.filled is not None:
+            assert bias is not None
+            z = torch.where(head.filled, bias.to(z.dtype), z)
         if value.scale != 1.0 or value.transform or not isinstance(value, Logits):
             z = transform.apply(value.transform, z.to(acc) * value.scale)
         shift = value.row_shift(EMIT)
@@ -153,12 +156,14 @@ def pull_back(value: ClassTensor, g: Tensor, needs: Sequence[bool]) -> list[Tens
                 g = g * slope
         g = g.to(head.dtype)
         grads: list[Tensor | None] = [None, None, None]
+        if needs[2]:
+            grads[2] = g.sum(0)
+        if head.filled is not None:
+            g = g.masked_fill(head.filled, 0.0)
         if needs[0]:
             assert w is not None
             grads[0] = (g @ w).reshape(*leading, head.hidden)
         if needs[1]:
             assert x is not None
             grads[1] = x.t() @ g if head.weight_transposed else g.t() @ x
-        if needs[2]:
-            grads[2] = g.sum(0)
         return grads

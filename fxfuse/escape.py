@@ -89,7 +89,7 @@ class Escape:
     Attributes:
         positions: of the logits in what the graph returned.
         value: the logits, with the rows' operations done already and no operands.
-        input, weight, bias: where the operands are.
+        input, weight, bias, filled: where the operands are, and what the head calls ``filled``.
         layout: strides and offset of what eager returns; None if it is contiguous.
         exposed: whether something else has the memory of the hidden states: the caller, or another output.
         views: positions of views of the logits, and how each is made.
@@ -102,6 +102,7 @@ class Escape:
     input: _Argument | _Result
     weight: _Argument | _Result
     bias: _Argument | _Result | None
+    filled: _Argument | _Result | None
     layout: Layout | None
     exposed: bool
     views: tuple[tuple[tuple[int, ...], Chain], ...]
@@ -119,6 +120,8 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
         return "with the vocabulary not last"
     if value.row_shifts:
         return "shifted by a number for each row"
+    if value.is_filled and value.is_extended:
+        return "masked and with a temperature for each row"
     nodes = [escaped.node, *(node for node, _ in escaped.views)]
     if any(node.meta["example_value"].requires_grad != value.requires_grad for node in nodes):
         return "as a view that was made under no_grad"
@@ -209,13 +212,13 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
             returned.append(operand)
         return _Result(returned.index(operand))
 
-    at: list[Any] = [place(operand) for operand in (input, weight, bias)]
+    at: list[Any] = [place(operand) for operand in (input, weight, bias, value.filled(emit))]
     output.args = (tuple(returned),)
     transposed = head.weight_transposed and not value.class_ops
     bare = replace(head, input=None, weight=None, bias=None, weight_transposed=transposed)
     bare = replace(bare, hidden=value.hidden, vocab=value.vocab)
     logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
-    return Escape(positions, logits, at[0], at[1], at[2], _layout(escaped.node), exposed, views, bypassed, way)
+    return Escape(positions, logits, at[0], at[1], at[2], at[3], _layout(escaped.node), exposed, views, bypassed, way)
 
 
 def restored(
@@ -243,6 +246,8 @@ def restored(
             value = escape.value
             input = at(escape.input)
             assert input is not None
+            if escape.filled is not None:
+                value = replace(value, head=value.head.of(filled=at(escape.filled)))
             head = value.head.of(input=input, weight=at(escape.weight), bias=at(escape.bias))
             shape = *input.shape[:-1], head.vocab
             if not (known and shape == value.shape):

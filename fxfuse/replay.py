@@ -231,6 +231,15 @@ class ClassOp:
         """Whether it makes another weight, and not a view."""
         return self.name in COPYING
 
+    @property
+    def fills(self) -> bool:
+        """Whether it makes some logits numbers, whatever the hidden states are."""
+        return self.name in ("fill", "assign")
+
+    @property
+    def selects(self) -> bool:
+        return self.name in ("take", "select")
+
     def key(self) -> Any:
         return self.name, key_of(self.args)
 

@@ -1603,6 +1603,10 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
         ).entropy(),
     ),
     "all_of_row_shifts_returned": ("returned", lambda s: s.z - s.x[..., :1]),
+    "all_of_a_temperature_over_a_mask_returned": (
+        "returned",
+        lambda s: s.z.masked_fill(s.c > 0.6, -50.0) / s.x[..., :1].exp(),
+    ),
     "masks_around_a_function": (
         "unknown_reader",
         lambda s: ((s.z.tanh().masked_fill(s.c > 0.6, -2.0)) * 2).masked_fill(s.c < 0.2, 1.0).logsumexp(-1),

@@ -1949,3 +1949,37 @@ def test_a_write_that_waits_and_one_that_does_not(write: Any) -> None:
         return loss, *torch.autograd.grad(loss, s.leaves(), allow_unused=True)
 
     torch.testing.assert_close(outcome(DeferredWorld.make()), outcome(World.make()))
+
+
+PADDED = torch.arange(40) >= 30
+MASKED_HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "filled": lambda x, w, b: F.linear(x, w, b).masked_fill(PADDED, -1e4),
+    "of -inf": lambda x, w, b: F.linear(x, w).masked_fill(PADDED, float("-inf")),
+    "after a function": lambda x, w, b: torch.tanh(F.linear(x, w, b)).masked_fill(PADDED, -1e4)[:, 3:],
+    "selected and scaled": lambda x, w, b: F.linear(x, w).masked_fill(PADDED, -1e4)[:, 5:] * 2 + b[5:],
+    "elsewhere": lambda x, w, b: torch.where(PADDED, -1e4, x @ w.t()),
+}
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["deferred", "at once"])
+@pytest.mark.parametrize("head", MASKED_HEADS.values(), ids=MASKED_HEADS)
+def test_gradients_of_masked_classes_go_nowhere(
+    head: Callable[[Tensor, Tensor, Tensor], Tensor], at_once: bool
+) -> None:
+    """Not even NaN, as of ``log`` where ``sigmoid`` is 0: eager's mask drops what comes back to it."""
+    torch._dynamo.reset()
+    x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((600, 4), (40, 4), (40,)))
+    options = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 300 * 40 * 8}
+    compiled_head = torch.compile(head, backend="fxfuse", options=options)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert isinstance(compiled_head(x, w, b), DeferredLogits)
+    rows = 60 if at_once else 600
+    results = []
+    for f in (compiled_head, head):
+        z = f(x[:rows], w, b)
+        assert isinstance(z, DeferredLogits) == (f is not head and not at_once)
+        loss = -torch.where(z < -1000, 0.0, z.sigmoid().log()).mean()
+        results.append((loss, *torch.autograd.grad(loss, (x, w))))
+    for ours, eager in zip(*results, strict=True):
+        assert eager.isfinite().all()
+        torch.testing.assert_close(ours, eager)
