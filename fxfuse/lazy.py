@@ -268,7 +268,10 @@ class State:
             if not self.memory.one:
                 owner = self.memory.owner()
                 assert owner is not None
-                owner.read()
+                values = owner.read()
+                if owner.thunk is None:
+                    with torch.inference_mode(False), torch.no_grad():
+                        owner.values = _placed(values, owner.meta)
                 # Copies that wait can no longer be made of these values, which may be written to.
                 stale = self.origin.operands.are_stale()
                 for state in filter(None, (waiting() for waiting in self.memory.made_of_it)):
@@ -342,7 +345,19 @@ def as_they_were(origins: Iterable[Origin], described: ClassTensor) -> Callable[
 
 
 def _laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` with their axes in memory in the order of those of ``like``."""
+    """``values`` with their axes in memory in the order of those of ``like``, and no gaps."""
     order = sorted(range(like.dim()), key=lambda axis: (-like.stride()[axis], axis))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return values.permute(order).contiguous().permute(inverse)
+
+
+def _placed(values: Tensor, like: Tensor) -> Tensor:
+    """``values``, so laid out, where those of ``like`` are: with gaps where eager took a part of more."""
+    where = like.size(), like.stride(), like.storage_offset()
+    steps = [(size, mine, its) for size, mine, its in zip(*where[:2], values.stride(), strict=True) if size > 1]
+    if values.numel() == 0 or any(mine == 0 for _, mine, _ in steps):
+        return values
+    if all(mine == its for _, mine, its in steps) and where[2] == values.storage_offset():
+        return values.as_strided(*where)  # of an axis with one element, the stride
+    extent = 1 + sum((size - 1) * mine for size, mine, _ in steps)
+    return values.new_empty(where[2] + extent).as_strided(*where).copy_(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
 import operator
@@ -1983,3 +1984,37 @@ def test_gradients_of_masked_classes_go_nowhere(
     for ours, eager in zip(*results, strict=True):
         assert eager.isfinite().all()
         torch.testing.assert_close(ours, eager)
+
+
+CUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda z: z,
+    "classes": lambda z: z[..., :50],
+    "later classes": lambda z: z[..., 7:],
+    "all but the last": lambda z: z[:, :-1],
+    "the last": lambda z: z[:, -1],
+    "every other": lambda z: z[:, ::2],
+    "some": lambda z: z[:1, 1:3],
+    "transposed": lambda z: z[:, 1:].transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
+def test_logits_that_the_graph_cut_lie_where_eager_s_do(cut: Callable[[Tensor], Tensor]) -> None:
+    """For code that takes an address and strides, and for writes to memory that a part of it has."""
+    torch._dynamo.reset()
+    head, h = torch.nn.Linear(8, 60, bias=False), torch.randn(3, 7, 8)
+    model = compiled(lambda h: cut(head(h)))
+    with torch.no_grad():
+        z, eager = model(h), cut(head(h))
+        assert isinstance(z, DeferredLogits)
+        for of in (lambda t: t.data, lambda t: t.as_strided(eager.size(), eager.stride(), eager.storage_offset())):
+            ours, theirs = of(model(h)), of(eager)
+            assert ours.stride() == theirs.stride() and ours.storage_offset() == theirs.storage_offset()
+            torch.testing.assert_close(torch.Tensor(ours), theirs)
+        assert z.numpy().strides == eager.numpy().strides
+        step = eager.stride(0) * eager.element_size()
+        first = [ctypes.c_float.from_address(z.data_ptr() + i * step).value for i in range(len(eager))]
+        torch.testing.assert_close(torch.tensor(first), eager.flatten(1)[:, 0])
+        for t in (z, eager):  # of a copy, where it does not lie without gaps
+            t.detach().numpy().reshape(-1).fill(0)
+        torch.testing.assert_close(z.plain(), eager)
