@@ -151,14 +151,22 @@ class ClassTensor:
     @property
     def is_filled(self) -> bool:
         """Whether numbers were put in the place of the logits of some classes."""
-        return any(op.fills for op in self.class_ops)
+        return self.head.filled is not None or any(op.fills for op in self.class_ops)
+
+    @property
+    def extends_filled(self) -> bool:
+        """Whether these numbers became a part of the weight."""
+        before = self.class_ops[: len(self.class_ops) - len(self.since_extension)]
+        return self.is_extended and (self.head.filled is not None or any(op.fills for op in before))
 
     def filled(self, emit: Emit) -> Handle | None:
-        """``filled`` of the head that has the ``classes``; None if there are none."""
-        if not self.is_filled:
+        """``filled`` of the head that has the ``classes``; None if there are none, or not as a bias."""
+        if not self.is_filled or self.extends_filled:
             return None
         weight = emit(torch.t, self.head.weight) if self.head.weight_transposed else self.head.weight
         mark = emit(torch.ones_like, emit(getitem, weight, (slice(None), slice(0, 1))))
+        if self.head.filled is not None:
+            mark = emit(torch.masked_fill, mark, emit(torch.unsqueeze, self.head.filled, 1), 0)
         for op in self.class_ops:
             if op.fills or op.selects:
                 mark, _ = op.replay(emit, mark, None)

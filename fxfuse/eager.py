@@ -73,9 +73,7 @@ def _logits(value: ClassTensor) -> Tensor:
             z = F.linear(rows, weight).to(acc) + bias
         else:
             z = F.linear(rows, weight, None if bias is None else bias.to(head.dtype))
-        if head.filled is not None:
-            assert bias is not None
-            z = torch.where(head.filled, bias.to(z.dtype), z)
+        z = _filled(value.filled(EMIT), bias, z)
         if value.scale != 1.0 or value.transform or not isinstance(value, Logits):
             z = transform.apply(value.transform, z.to(acc) * value.scale)
         shift = value.row_shift(EMIT)
@@ -83,6 +81,14 @@ def _logits(value: ClassTensor) -> Tensor:
             last = value.class_dim == len(value.shape) - 1
             z = z.to(acc) + (shift if last else shift.movedim(value.class_dim, -1)).to(acc)
     return z
+
+
+def _filled(classes: Tensor | None, bias: Tensor | None, z: Tensor) -> Tensor:
+    """``z`` with the bias alone in these classes, whatever the hidden states are."""
+    if classes is None:
+        return z
+    assert bias is not None
+    return torch.where(classes, bias.to(z.dtype), z)
 
 
 def _of_two(value: OfTwoHeads) -> Tensor:
@@ -151,6 +157,7 @@ def pull_back(value: ClassTensor, g: Tensor, needs: Sequence[bool]) -> list[Tens
                 assert x is not None and w is not None
                 z = F.linear(x, w).to(acc)
                 z = z if head.bias is None else z + head.bias
+                z = _filled(head.filled, head.bias, z)
                 _, slope = transform.apply_with_slope(value.transform, z * value.scale)
                 assert slope is not None
                 g = g * slope

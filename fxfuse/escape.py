@@ -120,8 +120,8 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
         return "with the vocabulary not last"
     if value.row_shifts:
         return "shifted by a number for each row"
-    if value.is_filled and value.is_extended:
-        return "masked and with a temperature for each row"
+    if value.extends_filled:
+        return "masked and then with a temperature for each row"
     nodes = [escaped.node, *(node for node, _ in escaped.views)]
     if any(node.meta["example_value"].requires_grad != value.requires_grad for node in nodes):
         return "as a view that was made under no_grad"

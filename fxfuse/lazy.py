@@ -269,9 +269,8 @@ class State:
                 owner = self.memory.owner()
                 assert owner is not None
                 values = owner.read()
-                if owner.thunk is None:
-                    with torch.inference_mode(False), torch.no_grad():
-                        owner.values = _placed(values, owner.meta)
+                with torch.inference_mode(False), torch.no_grad():
+                    owner.values = _placed(values, owner.meta)
                 # Copies that wait can no longer be made of these values, which may be written to.
                 stale = self.origin.operands.are_stale()
                 for state in filter(None, (waiting() for waiting in self.memory.made_of_it)):

@@ -56,6 +56,7 @@ class LazyTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _mode.becoming:
+            args[1]._deferred.meta = args[0]._deferred.meta  # which lies where it did
             args[0]._deferred = args[1]._deferred
             return args[0]
         if _mode.deferring or func in _ALWAYS_DEFERRED:
@@ -136,6 +137,8 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         raise NotDeferred from error  # a shape that depends on values, or a wrong call, as eager shall say
     is_view = any(result.alias_info is not None for result in func._schema.returns)
+    if is_view and isinstance(out, Tensor) and not _have_one_memory(out, first._deferred.meta):
+        is_view, func, args = False, _anew, (func, *args)  # as ``contiguous`` under inference_mode
     thunk = tree_map(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
 
     def wrap(meta: Tensor, thunk: tuple[Any, ...]) -> LazyTensor:
@@ -145,6 +148,16 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
         parts = enumerate(out)
         return type(out)(wrap(m, (_part, (i, *thunk), {})) if isinstance(m, Tensor) else m for i, m in parts)
     return wrap(out, thunk) if isinstance(out, Tensor) else out
+
+
+def _have_one_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _anew(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """What ``func`` returns, never a view of its first argument."""
+    out = func(*args, **kwargs)
+    return out.clone() if _have_one_memory(out, args[0]) else out
 
 
 def _part(i: int, func: Any, args: Any, kwargs: Any) -> Any:

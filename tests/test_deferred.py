@@ -1962,6 +1962,50 @@ MASKED_HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+OF_MASKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "classes": lambda z: z[:, :20].clone(),
+    "one class": lambda z: z[:5, 33:34].clone(),
+    "in another order": lambda z: z[:, torch.arange(z.shape[1] - 1, -1, -1)][:3].clone(),
+    "some classes of a row": lambda z: z[3, 5:33].exp(),
+    "masked again": lambda z: z.masked_fill(torch.arange(z.shape[1]) < 3, -7.0)[:4] * 1.0,
+    "a temperature": lambda z: (z / torch.linspace(1.0, 2.0, len(z), dtype=z.dtype)[:, None])[:5].cos(),
+}
+
+
+@pytest.mark.parametrize("use", OF_MASKED.values(), ids=OF_MASKED)
+@pytest.mark.parametrize("head", MASKED_HEADS.values(), ids=MASKED_HEADS)
+def test_parts_of_masked_logits(
+    head: Callable[[Tensor, Tensor, Tensor], Tensor], use: Callable[[Tensor], Tensor]
+) -> None:
+    torch._dynamo.reset()
+    x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((60, 4), (40, 4), (40,)))
+    results = []
+    for f in (compiled(head), head):
+        z = f(x, w, b)
+        assert isinstance(z, DeferredLogits) == (f is not head)
+        part = use(z)
+        results.append((part, *torch.autograd.grad(part.clamp(-9).sum(), (x, w))))
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, equal_nan=True)
+
+
+def test_masked_classes_do_not_depend_on_the_hidden_states() -> None:
+    torch._dynamo.reset()
+    x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((60, 4), (40, 4), (40,)))
+    x.data[0] = float("inf")
+
+    def head(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, w).masked_fill(PADDED, -0.3) + b)
+
+    results = []
+    for f in (compiled(head), head):
+        z = f(x, w, b)
+        assert isinstance(z, DeferredLogits) == (f is not head)
+        results.append((z[:, 30:] * 1.0, torch.autograd.grad((z * PADDED).sum(), b)[0][30:]))
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
 @pytest.mark.parametrize("at_once", [False, True], ids=["deferred", "at once"])
 @pytest.mark.parametrize("head", MASKED_HEADS.values(), ids=MASKED_HEADS)
 def test_gradients_of_masked_classes_go_nowhere(
@@ -2018,3 +2062,25 @@ def test_logits_that_the_graph_cut_lie_where_eager_s_do(cut: Callable[[Tensor], 
         for t in (z, eager):  # of a copy, where it does not lie without gaps
             t.detach().numpy().reshape(-1).fill(0)
         torch.testing.assert_close(z.plain(), eager)
+
+
+@pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
+def test_writes_to_logits_that_the_graph_cut(cut: Callable[[Tensor], Tensor]) -> None:
+    torch._dynamo.reset()
+    head, h = torch.nn.Linear(8, 60, bias=False), torch.randn(3, 7, 8)
+    model = compiled(lambda h: cut(head(h)))
+    for mode in (torch.no_grad, torch.inference_mode):
+        results = []
+        for f in (model, lambda h: cut(head(h))):
+            with mode():
+                z, scaled, copied = f(h), f(h), f(h)
+                scaled.div_(0.7)
+                flat = copied.contiguous()
+                flat[..., :3] = -1.0
+                flat.mul_(2)
+                z.contiguous().reshape(-1)[:5] = 1
+                results.append((scaled.data, flat, copied, z))
+        for ours, eager in zip(*results, strict=True):
+            torch.testing.assert_close(ours.clone(), eager.clone())
+        assert results[0][0].stride() == results[1][0].stride()
+        assert results[0][0].storage_offset() == results[1][0].storage_offset()

@@ -111,9 +111,10 @@ ELSEWHERE = torch.ones(4)
         lambda x: x[x > 0],
         lambda x: x + ELSEWHERE,
         lambda x: torch.cat([x, x]),
+        lambda x: [x * 2, x + 1],
         lambda x: (x, 3 if bool((x > 0).any()) else 4),
     ],
-    ids=["number", "size", "foreign", "list", "condition"],
+    ids=["number", "size", "foreign", "list", "returned list", "condition"],
 )
 def test_what_a_tape_cannot_hold(untaped: Any) -> None:
     op = recorder.replayed(lambda x: untaped(x))
@@ -250,12 +251,14 @@ class DoubledByAddress(Doubled):
 def test_launches_are_done_again_on_views_and_scratch(double: Doubled) -> None:
     def op(x: Tensor) -> tuple[Tensor, Tensor]:
         scratch, large = torch.empty(9), torch.empty(tape.MOST_POOLED // 4 + 1)
-        a, b = scratch.as_strided((4,), (1,), 1), scratch[5:]
-        double(x[1:], a, 4)
+        a, b, first = scratch.as_strided((4,), (1,), 1), scratch[5:], torch.empty(5)
+        double(x, first, 5)
+        double(first[1:], a, 4)
         double(a, b, 4)
         double(b, large[100:], 4)
         out, called = torch.zeros(8), torch.empty_like(x)
         double(large[100:], out[2:], 3)
+        double(first, out[5:], 3)
         double(x, called.view(-1), 5)
         return out, called + 1
 

@@ -95,6 +95,13 @@ def _look(leaf: Any) -> Hashable:
     return leaf.dtype, leaf.get_device(), leaf.shape, leaf.stride(), leaf.data_ptr() % 16
 
 
+def _is_fixed(template: Any) -> bool:
+    """Whether nothing but what its places stand for is different every time."""
+    if isinstance(template, tuple) and not isinstance(template, Place):
+        return all(map(_is_fixed, template))
+    return template is None or isinstance(template, (Place, bool, int, float, str))
+
+
 class _Recorder(TorchDispatchMode):
     """Writes down what happens while it is active."""
 
@@ -114,6 +121,7 @@ class _Recorder(TorchDispatchMode):
 
     def tape(self, result: Any) -> Tape | None:
         template = self._template(result)
+        self.whole &= _is_fixed(template)
         return Tape(self.steps, template, self.values, self.given) if self.whole else None
 
     def _go_on(self) -> None:

@@ -85,7 +85,7 @@ class Called:
 
 
 def _allocation(func: Any, result: Tensor) -> Callable[[], Tensor] | None:
-    """What does as ``func`` did, if that made a tensor of which all is known: sooner than by way of the dispatcher."""
+    """What does as ``func`` did, if that made a tensor of which all is known: sooner than an operator's overload."""
     shape, dtype, device = result.shape, result.dtype, result.device
     if func in _EMPTY or (func in _ZEROS and result.numel() == 0):
         return functools.partial(torch.empty_strided, shape, result.stride(), dtype=dtype, device=device)
@@ -183,8 +183,9 @@ class _Source:
 
     def function(self, result: Any) -> Any:
         self.lines.append(f"return {self._filled(result)}")
-        exec(compile("\n ".join(self.lines), "<tape>", "exec"), self.names)
-        return self.names["play"]
+        made: dict[str, Any] = {}
+        exec(compile("\n ".join(self.lines), "<tape>", "exec"), self.names, made)
+        return made["play"]
 
     def _filled(self, template: Any) -> str:
         if isinstance(template, Place):
