@@ -584,12 +584,12 @@ def several_windows_along_either_axis() -> None:
 def several_chunks_and_windows(dtype: torch.dtype) -> None:
     from fxfuse.ops import hopper
 
-    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES)
+    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES)
     rows, vocab = (1500, 5000) if HAS_GPU else (50, 300)
     chunk = rows // 4
     try:
         hopper.MOST_EXPONENTIALS_BYTES = chunk * vocab * dtype.itemsize
-        hopper.WINDOW_BYTES = chunk * vocab * dtype.itemsize
+        hopper.LEAST_WINDOW_BYTES = chunk * vocab * dtype.itemsize
         options = {"bias": True, "class_weight": True, "class_sum": True}
         # The larger takes kernels of its own on a GPU, of 16-bit operands.
         for hidden in ((256, 2064) if dtype != torch.float32 else (256,)) if HAS_GPU else (16,):
@@ -597,7 +597,7 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
             check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, indexed=2, **options))
             check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
     finally:
-        hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES = sizes
+        hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES = sizes
 
 
 @case(routes=("described",))
@@ -619,12 +619,12 @@ def the_lower_bits_of_sums_lie_as_threads_have_them() -> None:
 def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> None:
     from fxfuse.ops import hopper
 
-    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES)
+    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES)
     rows, vocab = (5000, 1500) if HAS_GPU else (300, 50)
     nans = torch.full((2,), float("nan")).to(dtype)
     nans.view(torch.int32 if dtype == torch.float32 else torch.int16)[1] = -1  # all bits
     try:
-        hopper.MOST_EXPONENTIALS_BYTES = hopper.WINDOW_BYTES = rows // 4 * vocab * dtype.itemsize
+        hopper.MOST_EXPONENTIALS_BYTES = hopper.LEAST_WINDOW_BYTES = rows // 4 * vocab * dtype.itemsize
         for hidden in (256, 2064) if HAS_GPU else (16,):
             for nan in nans:
                 p = problem(rows, hidden, vocab, dtype)
@@ -637,7 +637,7 @@ def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> 
                 arguments = *p.operands, lse, residual, *p.upstream, True, True, False
                 assert cuda.linear_stats_backward(*arguments)[1].isnan().all()
     finally:
-        hopper.MOST_EXPONENTIALS_BYTES, hopper.WINDOW_BYTES = sizes
+        hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES = sizes
 
 
 @case(each_dtype=True)

@@ -42,8 +42,10 @@ __all__ = [
 # A chunk of exponentials: so many rows that adding it to dW costs little beside its product, within these bytes.
 MOST_EXPONENTIALS_BYTES = 1536 << 20
 STRETCHED_BYTES = 512 << 20
-# A window of gradients of logits that are made anew.
-WINDOW_BYTES = 256 << 20
+# A window of gradients of logits that are made anew: an eighth of the logits, as each window reads and writes d_input's
+# sums once more, where that and all beside it stay within so many bytes; but no less than so many.
+WINDOW_SHARE = 8
+WINDOWED_BYTES, LEAST_WINDOW_BYTES = 600 << 20, 256 << 20
 # Within little memory: classes of a window that rows are not cut for, and sizes that no bound goes below.
 WIDE_WINDOW, LEAST_CLASSES, LEAST_ROWS = 4096, 1024, 1024
 SMALL_BYTES = 4 << 20
@@ -236,21 +238,24 @@ def _rows_of_exponentials(call: Call) -> int:
 def _windows(call: Call, memory: int) -> tuple[int, int]:
     """Rows of a chunk and classes of a window of the gradient of the logits, that is made anew from statistics.
 
-    All rows or all classes if it may take ``WINDOW_BYTES``: windows run along the longer axis, so that the smaller of
-    d_input and d_weight is the one that is added up. Within ``memory`` bytes, if that is not 0, windows are cut along
-    both: each window of d_weight is then added up by itself.
+    All rows or all classes if no ``memory`` is given: windows run along the longer axis, so that the smaller of d_input
+    and d_weight is the one that is added up. Within ``memory`` bytes windows are cut along both: each window of
+    d_weight is then added up by itself.
     """
     size = call.input.element_size()
+    # What further bits of d_input, its cut tiles and lists of rows take.
+    beside = call.rows * call.hidden + 4 * call.parts_size() + SMALL_BYTES
+    most, cuts = call.whole_blocks(call.rows), 1
     if memory == 0:
         if call.rows > call.vocab:
-            return max(call.row_block, WINDOW_BYTES // (call.vocab * size)), call.vocab
-        return call.rows, max(1, WINDOW_BYTES // (call.whole_blocks(call.rows) * size))
-    # What further bits of d_input, its cut tiles and lists of rows take.
-    memory = max(0, memory - call.rows * call.hidden - 4 * call.parts_size() - SMALL_BYTES)
-    most, cuts = call.whole_blocks(call.rows), 1
+            return max(call.row_block, LEAST_WINDOW_BYTES // (call.vocab * size)), call.vocab
+        bound = WINDOWED_BYTES - beside - most * call.hidden * size
+        window = max(LEAST_WINDOW_BYTES, min(most * call.vocab * size // WINDOW_SHARE, bound))
+        return call.rows, max(1, window // (most * size))
+    memory = max(0, memory - beside)
     while True:
         each = most * size + (call.hidden if cuts > 1 else 0)
-        classes = min((memory - most * call.hidden * size) // each, WINDOW_BYTES // (most * size))
+        classes = min((memory - most * call.hidden * size) // each, LEAST_WINDOW_BYTES // (most * size))
         if classes >= WIDE_WINDOW or most <= LEAST_ROWS:
             return most, max(classes, LEAST_CLASSES)
         cuts *= 2
