@@ -260,7 +260,8 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
         with torch._C.DisableTorchFunctionSubclass():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
-            derives = any(isinstance(outcome, ClassTensor) for outcome in readers)
+            # What unbinds no rows makes nothing, of which nothing is to be computed.
+            derives = not readers or any(isinstance(outcome, ClassTensor) for outcome in readers)
             # What is derived of one is as good as that one; else a gradient to one of them could be lost.
             if not (derives and len(deferred) == 1) and not all(map(_claims_what_it_is, deferred)):
                 call.keep("unknown_reader")

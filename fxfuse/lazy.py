@@ -253,6 +253,8 @@ class State:
             if self.values is None:
                 with torch.inference_mode(False), torch.no_grad():
                     self.values = self._build()
+                    for values, place in self._views_read():
+                        _write(values, place)
                     for given in self.origin.given:
                         if isinstance(self.described, ClassTensor) and given.is_of(self.described):
                             self.values = given.put_into(self.values)
@@ -293,6 +295,16 @@ class State:
         if self.values is not None or self.memory.one:
             return True
         return bool(self.thunk) and all(p.is_built() and not p.memory.one for p in self._parents())
+
+    def _views_read(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The values of views that were computed before their owner's, and where they are among these.
+
+        A larger product may round otherwise. What has the values must not see them change: the gradient of ``amax``
+        looks for its result among them.
+        """
+        for view in (view() for view in self.memory.views if self is self.memory.owner()):
+            if view is not None and view is not self and view.values is not None:
+                yield view.values, view._viewed()
 
     def _parents(self) -> Iterator[State]:
         return (part for part in tree_iter(self.thunk) if isinstance(part, State))
@@ -341,6 +353,14 @@ def as_they_were(origins: Iterable[Origin], described: ClassTensor) -> Callable[
     """
     operands = {origin.operands.head: origin.operands for origin in origins}
     return {head: operands[head].as_they_were() for head in described.heads()}.__getitem__
+
+
+def _write(values: Tensor, place: Tensor) -> None:
+    """Copy ``values`` to ``place``, which may be expanded."""
+    for axis, (size, stride) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            values, place = values.narrow(axis, 0, 1), place.narrow(axis, 0, 1)
+    place.copy_(values)
 
 
 def _laid_out(values: Tensor, like: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import gc
 import io
+import itertools
 import operator
 import re
 import sys
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import operands, passes
+from fxfuse import lazy, operands, passes
 from fxfuse.deferred import DeferredLogits
 from fxfuse.report.records import journal
 
@@ -316,6 +317,40 @@ def test_only_the_rows_that_are_read_are_computed(part: Callable[[Tensor], Tenso
         part(z).sin().sum()
     assert spy.elements < z.numel(), spy.op
     assert_as_eager(lambda z, s: part(z).sin(), device)
+
+
+READ_AGAIN: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda z: z[0, 0, 0].item(),
+    "numpy": lambda z: z.detach().cpu().numpy(),
+    "through a view": lambda z: z[0].detach().view(-1)[0].item(),
+}
+
+
+@pytest.mark.parametrize("again", READ_AGAIN)
+@pytest.mark.parametrize(
+    "part",
+    [lambda z: z[:, -1], lambda z: z[0], lambda z: z[..., :-1], lambda z: z[0, :1].expand(3, -1)],
+    ids=["last", "first", "classes", "expanded"],
+)
+def test_rows_that_were_read_stay_as_they_are(
+    part: Callable[[Tensor], Tensor], again: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient may look for a result among them, and the product of all rows rounds otherwise than that of some."""
+    products = itertools.count(1)
+    dense = lazy.dense
+    monkeypatch.setattr(lazy, "dense", lambda described: dense(described) * (1 + 1e-9 * next(products)))
+
+    def program(z: Tensor, s: World) -> Any:
+        largest = part(z).amax(-1)
+        READ_AGAIN[again](z)
+        return largest
+
+    assert_as_eager(program, device)
+    z = DeferredWorld.make(device=device).z.detach()
+    rows = part(z)
+    before = rows.tolist()
+    READ_AGAIN[again](z)
+    assert rows.tolist() == before
 
 
 # --- writes ---------------------------------------------------------------------------------------------------
@@ -1395,6 +1430,12 @@ def test_entries_of_no_rows(name: str, device: str) -> None:
         return (none.max(-1) if name == "max" else none.topk(2))[0], z[0, 0]
 
     assert_as_eager(program, device)
+
+
+@pytest.mark.parametrize("unbound", [lambda z: z.unbind(0), tuple, lambda z: tuple(torch.unbind(z))])
+def test_rows_of_no_rows(unbound: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    world = DeferredWorld.make()
+    assert unbound(world.z[world.y[:, 0] < -1000]) == unbound(world.z[:0]) == ()
 
 
 def test_a_teacher_in_inference_mode() -> None:
