@@ -20,8 +20,6 @@ from .report.chain import Way
 from .report.records import Site, journal
 from .report.source import caller
 
-Layout = tuple[tuple[int, ...], int]  # strides, and the offset into the memory, in elements
-
 
 class _Projection(torch.autograd.Function):
     """From the operands to the deferred logits; gradients that reach these flow on as through a linear."""
@@ -33,7 +31,7 @@ class _Projection(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         value: Logits,
-        layout: Layout | None,
+        strides: tuple[int, ...] | None,
         origin: Origin,
         trained: Trained,
     ) -> DeferredLogits:
@@ -48,7 +46,7 @@ class _Projection(torch.autograd.Function):
         ctx.value = value
         ctx.trained = trained  # for what is computed of the operands directly
         ctx.set_materialize_grads(False)
-        return _made(value, layout, origin, input.device)
+        return _made(value, strides, origin, input.device)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
@@ -59,18 +57,20 @@ class _Projection(torch.autograd.Function):
         return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), *(None,) * 4
 
 
-def _made(value: Logits, layout: Layout | None, origin: Origin, device: torch.device) -> DeferredLogits:
-    return DeferredLogits(State(origin, _meta(tuple(value.shape), value.dtype, layout)), device)
+def _made(value: Logits, strides: tuple[int, ...] | None, origin: Origin, device: torch.device) -> DeferredLogits:
+    return DeferredLogits(State(origin, _meta(tuple(value.shape), value.dtype, strides)), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _meta(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None) -> Tensor:
-    """A tensor without data, to which nobody writes."""
-    if layout is None:
+def _meta(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None) -> Tensor:
+    """A tensor without data, to which nobody writes.
+
+    It begins where its memory does, also where eager's is a part of more: of a tensor of a subclass that does not,
+    autograd takes views of views from the wrong place of its gradient.
+    """
+    if strides is None:
         return torch.empty(shape, dtype=dtype, device="meta")
-    strides, offset = layout
-    extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return torch.empty(extent, dtype=dtype, device="meta").as_strided(shape, strides, offset)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def defer(
@@ -79,7 +79,7 @@ def defer(
     site: Site,
     least: int,
     memory: int,
-    layout: Layout | None = None,
+    strides: tuple[int, ...] | None = None,
     exposed: bool = False,
     bypassed: bool = False,
     way: Way | None = None,
@@ -92,7 +92,7 @@ def defer(
         site: of the head, for the report.
         least: logits of fewer bytes are computed at once.
         memory: the option ``fxfuse.memory``.
-        layout: strides and offset of what eager returns; None if it is contiguous.
+        strides: of what eager returns; None if it is contiguous.
         exposed: whether others have the hidden states and may write to them, so that they must be copied.
         bypassed: whether gradients went past them already.
         way: how they came to be, for the report; None where that is not known.
@@ -112,9 +112,9 @@ def defer(
         if value.requires_grad:
             trained = Trained(head)
             operands.trained_by(trained)
-            made = _Projection.apply(head.input, head.weight, head.bias, value, layout, origin, trained)
+            made = _Projection.apply(head.input, head.weight, head.bias, value, strides, origin, trained)
         else:
-            made = _made(value, layout, origin, head.input.device)
+            made = _made(value, strides, origin, head.input.device)
     with torch._C.DisableTorchFunctionSubclass():
         describe(made, replace(value, head=operands.head, requires_grad=made.requires_grad))
         operands.are_of(size, made._deferred.memory.owner)

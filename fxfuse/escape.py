@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from . import compat
 from .algebra import ClassTensor, Logits
-from .defer import Layout, defer
+from .defer import defer
 from .deferred import DeferredLogits
 from .eager import dense
 from .mutation import Timeline, storages
@@ -90,7 +90,7 @@ class Escape:
         positions: of the logits in what the graph returned.
         value: the logits, with the rows' operations done already and no operands.
         input, weight, bias, filled: where the operands are, and what the head calls ``filled``.
-        layout: strides and offset of what eager returns; None if it is contiguous.
+        strides: of what eager returns; None if it is contiguous and they are not known.
         exposed: whether something else has the memory of the hidden states: the caller, or another output.
         views: positions of views of the logits, and how each is made.
         bypassed: whether the graph reads them too, so that not all of their gradient passes through what is returned.
@@ -103,7 +103,7 @@ class Escape:
     weight: _Argument | _Result
     bias: _Argument | _Result | None
     filled: _Argument | _Result | None
-    layout: Layout | None
+    strides: tuple[int, ...] | None
     exposed: bool
     views: tuple[tuple[tuple[int, ...], Chain], ...]
     bypassed: bool
@@ -139,7 +139,7 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
                 return f"after {function_name(writer)} has changed an operand"
             if timeline.unplaced_write(operand):
                 return "and an operation changes an operand"
-    if _layout(escaped.node) is None and not _is_contiguous(escaped.node):
+    if _strides(escaped.node) is None and not _is_contiguous(escaped.node):
         return "with symbolic strides"
     rows = 1
     for size in value.shape[:-1]:
@@ -166,15 +166,13 @@ def _is_contiguous(node: Node) -> bool:
         if not compat.same(stride, expected) and not compat.same(size, 1):
             return False
         expected = expected * size
-    return compat.same(example.storage_offset(), 0)
+    return True
 
 
-def _layout(node: Node) -> Layout | None:
-    """Strides and offset of what eager returns, where they are numbers and it is not contiguous."""
-    example = node.meta["example_value"]
-    strides, offset = tuple(example.stride()), example.storage_offset()
-    numbers = all(isinstance(size, int) for size in (*strides, offset))
-    return (strides, offset) if numbers and not _is_contiguous(node) else None
+def _strides(node: Node) -> tuple[int, ...] | None:
+    """The strides of what eager returns, where they are numbers."""
+    strides = tuple(node.meta["example_value"].stride())
+    return strides if all(isinstance(stride, int) for stride in strides) else None
 
 
 def _is_given(node: Node) -> bool:
@@ -218,7 +216,7 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
     bare = replace(head, input=None, weight=None, bias=None, weight_transposed=transposed)
     bare = replace(bare, hidden=value.hidden, vocab=value.vocab)
     logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
-    return Escape(positions, logits, at[0], at[1], at[2], at[3], _layout(escaped.node), exposed, views, bypassed, way)
+    return Escape(positions, logits, at[0], at[1], at[2], at[3], _strides(escaped.node), exposed, views, bypassed, way)
 
 
 def restored(
@@ -255,7 +253,7 @@ def restored(
             if compat.is_fake(input):
                 made.append(dense(replace(value, head=head)))
             else:
-                given = escape.layout, escape.exposed, escape.bypassed, escape.way
+                given = escape.strides, escape.exposed, escape.bypassed, escape.way
                 made.append(defer(value, head, site, least, memory, *given))
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:

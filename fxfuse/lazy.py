@@ -364,8 +364,13 @@ def _write(values: Tensor, place: Tensor) -> None:
 
 
 def _laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` with their axes in memory in the order of those of ``like``, and no gaps."""
-    order = sorted(range(like.dim()), key=lambda axis: (-like.stride()[axis], axis))
+    """``values`` with their axes in memory in the order of those of ``like``, and no gaps.
+
+    An expanded axis has no place in that order and keeps its own, as in what PyTorch makes of such tensors.
+    """
+    strides = like.stride()
+    others = iter(sorted((axis for axis in range(like.dim()) if strides[axis]), key=lambda axis: -strides[axis]))
+    order = [next(others) if stride else axis for axis, stride in enumerate(strides)]
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return values.permute(order).contiguous().permute(inverse)
 

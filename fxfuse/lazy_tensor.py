@@ -66,6 +66,9 @@ class LazyTensor(Tensor):
         if torch.Tag.inplace_view in func.tags:
             raise errors.deferred_cannot(func._schema.name.partition("::")[2], head_of(args))
         written, aliased = _touches(func, args, kwargs)
+        if aliased and written is None and any(map(_begins_within, tree_iter((args, kwargs)))):
+            with contextlib.suppress(NotDeferred):
+                return _defer(func, args, kwargs)
         values = State.share if aliased else State.read
         plain_args, plain_kwargs = tree_map_only(LazyTensor, lambda t: values(t._deferred), (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
@@ -119,6 +122,18 @@ def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
     return written, aliased
 
 
+def _begins_within(tensor: Any) -> bool:
+    """Whether a deferred tensor is, to autograd, no view of one with which its memory begins (but detached, say).
+
+    Autograd would take views of ordinary views of it from the wrong place of its gradient: by their offset in memory.
+    Of views that are of the subclass themselves it knows how they are made.
+    """
+    if not isinstance(tensor, LazyTensor):
+        return False
+    root = tensor._base if tensor._is_view() else tensor
+    return isinstance(root, LazyTensor) and root._deferred.meta.storage_offset() != 0
+
+
 class NotDeferred(Exception):
     """An operator that cannot wait."""
 
@@ -141,8 +156,12 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
         is_view, func, args = False, _anew, (func, *args)  # as ``contiguous`` under inference_mode
     thunk = tree_map(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
 
+    # A view of an ordinary tensor is one in inference mode as well.
+    inference = torch.is_inference_mode_enabled() and not (is_view and not first.is_inference())
+
     def wrap(meta: Tensor, thunk: tuple[Any, ...]) -> LazyTensor:
-        return type(first)(State(origins[0], meta, thunk, is_view, others=origins[1:]), first.device)
+        with torch.inference_mode(inference):
+            return type(first)(State(origins[0], meta, thunk, is_view, others=origins[1:]), first.device)
 
     if isinstance(out, (tuple, list)):
         parts = enumerate(out)
@@ -217,7 +236,8 @@ def plain_of(deferred: LazyTensor, values: Callable[[State], Tensor] = State.sha
         found = values(deferred._deferred)
         if deferred.is_leaf:
             return found.detach().requires_grad_(deferred.requires_grad)
-        return _Plain.apply(deferred, found)
+        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+            return _Plain.apply(deferred, found)
 
 
 def head_of(args: Any) -> str:

@@ -113,8 +113,8 @@ class AtAddresses:
         self.kernel, self.constants = kernel, constants
         self.looks: list[Any] = []  # of each tensor or descriptor that is given: dtype, shape, strides
 
-    def place(self, tensor: Tensor, offset: int = 0) -> int:
-        address = self.Address(tensor.data_ptr() + offset)
+    def place(self, tensor: Tensor) -> int:
+        address = self.Address(tensor.data_ptr())
         address.tensor = tensor
         return address
 

@@ -219,8 +219,7 @@ class Doubled:
 
     by_address = False
 
-    def place(self, tensor: Tensor, offset: int = 0) -> Any:
-        assert offset == 0
+    def place(self, tensor: Tensor) -> Any:
         return tensor
 
     def numbers(self, place: Any, count: int) -> Any:
@@ -240,8 +239,8 @@ class Doubled:
 class DoubledByAddress(Doubled):
     by_address = True
 
-    def place(self, tensor: Tensor, offset: int = 0) -> int:
-        return tensor.data_ptr() + offset
+    def place(self, tensor: Tensor) -> int:
+        return tensor.data_ptr()
 
     def numbers(self, place: int, count: int) -> Any:
         return torch.frombuffer((ctypes.c_float * count).from_address(place), dtype=torch.float32)

@@ -50,8 +50,8 @@ class Launchable(Protocol):
     def launch(self, grid: tuple[int, ...], args: Sequence[Any], on: int | None = None) -> None:
         """Launch it with such arguments, tensors as ``place`` has them; ``on`` is what ``stream`` gives."""
 
-    def place(self, tensor: Tensor, offset: int = 0) -> Any:
-        """What is to a kernel a tensor, or one that begins so many bytes later, if it ``by_address``."""
+    def place(self, tensor: Tensor) -> Any:
+        """What stands for a tensor among the arguments: its address, if ``by_address``."""
 
     @property
     def by_address(self) -> bool:
@@ -74,8 +74,8 @@ class _Compiled(NamedTuple):
         else:
             self.run(*grid, on, self.function, self.metadata, None, None, None, *args, *self.constants)
 
-    def place(self, tensor: Tensor, offset: int = 0) -> int:
-        return tensor.data_ptr() + offset  # of a tensor itself Triton would ask CUDA whether it has the memory
+    def place(self, tensor: Tensor) -> int:
+        return tensor.data_ptr()  # of a tensor itself Triton would ask CUDA whether it has the memory
 
 
 class _Interpreted(NamedTuple):
@@ -87,8 +87,7 @@ class _Interpreted(NamedTuple):
         with compat.disable_dispatch_modes():  # the interpreter calls PyTorch
             self.kernel[grid](*args, **self.constants)
 
-    def place(self, tensor: Tensor, offset: int = 0) -> Tensor:
-        assert offset == 0
+    def place(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
