@@ -23,12 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .algebra import ClassTensor, Head
 from .eager import EMIT, dense
 from .operands import Operands
+from .places import by_run, in_common, laid_out, placed, write
 from .readers import Reader, Statistics
 from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
 
 MOST_GIVEN = 64  # reads whose entries an output remembers
+MOST_PARTS = 256  # that are read one by one before all of it is
 
 
 @dataclass(frozen=True)
@@ -252,12 +254,14 @@ class State:
                 return self._viewed()
             if self.values is None:
                 with torch.inference_mode(False), torch.no_grad():
-                    self.values = self._build()
-                    for values, place in self._views_read():
-                        _write(values, place)
-                    for given in self.origin.given:
-                        if isinstance(self.described, ClassTensor) and given.is_of(self.described):
-                            self.values = given.put_into(self.values)
+                    self.values = self._build_beside()
+                    for view in self._views():
+                        if view.values is not None:
+                            write(view.values, view._viewed())
+                        for given in view._given():
+                            _ = given.put_into(view._viewed())
+                    for given in self._given():
+                        self.values = given.put_into(self.values)
                 if self.thunk is None:
                     self.origin.operands.are_read()
                 elif not self.is_view:
@@ -268,11 +272,10 @@ class State:
         """The values in the memory that every view of it has."""
         with self._locked():
             if not self.memory.one:
-                owner = self.memory.owner()
-                assert owner is not None
+                owner = self._owner()
                 values = owner.read()
                 with torch.inference_mode(False), torch.no_grad():
-                    owner.values = _placed(values, owner.meta)
+                    owner.values = placed(values, owner.meta)
                 # Copies that wait can no longer be made of these values, which may be written to.
                 stale = self.origin.operands.are_stale()
                 for state in filter(None, (waiting() for waiting in self.memory.made_of_it)):
@@ -296,15 +299,36 @@ class State:
             return True
         return bool(self.thunk) and all(p.is_built() and not p.memory.one for p in self._parents())
 
-    def _views_read(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The values of views that were computed before their owner's, and where they are among these.
+    # What was computed of a part of the rows must not change when others are: a larger product may round otherwise, and
+    # the gradient of ``amax``, say, looks for its result among the values that it was taken of.
 
-        A larger product may round otherwise. What has the values must not see them change: the gradient of ``amax``
-        looks for its result among them.
-        """
-        for view in (view() for view in self.memory.views if self is self.memory.owner()):
-            if view is not None and view is not self and view.values is not None:
-                yield view.values, view._viewed()
+    def _owner(self) -> State:
+        owner = self.memory.owner()
+        assert owner is not None
+        return owner
+
+    def _views(self) -> list[State]:
+        """The views of it that there are, if it is the owner of its memory."""
+        views = [view() for view in self.memory.views] if self is self.memory.owner() else []
+        return [view for view in views if view is not None and view is not self]
+
+    def _given(self) -> list[Given]:
+        described = self.described
+        return [g for g in self.origin.given if isinstance(described, ClassTensor) and g.is_of(described)]
+
+    def _build_beside(self) -> Tensor:
+        """``_build``, with what it has in common with views that were read before."""
+        alone = self is not self.memory.owner() and not self.is_built()
+        read = [view for view in self._owner()._views() if view.values is not None] if alone else []
+        common = [in_common(self.meta, view.meta) for view in read] if len(read) <= MOST_PARTS else [None]
+        if None in common:
+            self._owner().read()  # and this is a part of that
+            return self._build()
+        values = self._build()
+        for view, runs in zip(read, common, strict=True):
+            if runs and view.values is not None:
+                by_run(values, self.meta)[runs[0]] = by_run(view.values, view.meta)[runs[1]]
+        return values
 
     def _parents(self) -> Iterator[State]:
         return (part for part in tree_iter(self.thunk) if isinstance(part, State))
@@ -342,7 +366,7 @@ class State:
         values = torch.stack(parts) if isinstance(described, tuple) else parts[0]
         origin = self.origin
         journal.note("read", origin.site, origin.weight, origin.head, caller(), values.nbytes)
-        return _laid_out(values, self.meta)
+        return laid_out(values, self.meta)
 
 
 def as_they_were(origins: Iterable[Origin], described: ClassTensor) -> Callable[[Head], Head]:
@@ -353,35 +377,3 @@ def as_they_were(origins: Iterable[Origin], described: ClassTensor) -> Callable[
     """
     operands = {origin.operands.head: origin.operands for origin in origins}
     return {head: operands[head].as_they_were() for head in described.heads()}.__getitem__
-
-
-def _write(values: Tensor, place: Tensor) -> None:
-    """Copy ``values`` to ``place``, which may be expanded."""
-    for axis, (size, stride) in enumerate(zip(place.shape, place.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            values, place = values.narrow(axis, 0, 1), place.narrow(axis, 0, 1)
-    place.copy_(values)
-
-
-def _laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` with their axes in memory in the order of those of ``like``, and no gaps.
-
-    An expanded axis has no place in that order and keeps its own, as in what PyTorch makes of such tensors.
-    """
-    strides = like.stride()
-    others = iter(sorted((axis for axis in range(like.dim()) if strides[axis]), key=lambda axis: -strides[axis]))
-    order = [next(others) if stride else axis for axis, stride in enumerate(strides)]
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return values.permute(order).contiguous().permute(inverse)
-
-
-def _placed(values: Tensor, like: Tensor) -> Tensor:
-    """``values``, so laid out, where those of ``like`` are: with gaps where eager took a part of more."""
-    where = like.size(), like.stride(), like.storage_offset()
-    steps = [(size, mine, its) for size, mine, its in zip(*where[:2], values.stride(), strict=True) if size > 1]
-    if values.numel() == 0 or any(mine == 0 for _, mine, _ in steps):
-        return values
-    if all(mine == its for _, mine, its in steps) and where[2] == values.storage_offset():
-        return values.as_strided(*where)  # of an axis with one element, the stride
-    extent = 1 + sum((size - 1) * mine for size, mine, _ in steps)
-    return values.new_empty(where[2] + extent).as_strided(*where).copy_(values)

@@ -353,6 +353,74 @@ def test_rows_that_were_read_stay_as_they_are(
     assert rows.tolist() == before
 
 
+PARTS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+    "crossing": (lambda z: z[:, -1], lambda z: z[0], lambda z: z[:, -2:]),
+    "within": (lambda z: z[1:], lambda z: z[1], lambda z: z[1, 2]),
+    "around": (lambda z: z[1, 2], lambda z: z[1], lambda z: z),
+    "classes": (lambda z: z[0, :, 1:], lambda z: z[0], lambda z: z[..., :-1]),
+    "moved": (lambda z: z.transpose(0, 1)[1:], lambda z: z.view(-1, VOCAB)[2:7], lambda z: z[:1].expand(3, -1, -1)),
+    "apart": (lambda z: z[0], lambda z: z[1], lambda z: z.double()[0]),
+    "of no rows": (lambda z: z[:0], lambda z: z[0, :0], lambda z: z[1:]),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("again", [lambda z: None, lambda z: z[0, 0, 0].item()], ids=["alone", "shared"])
+def test_parts_that_were_read_agree(
+    parts: tuple[Callable[[Tensor], Tensor], ...], again: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = itertools.count(1)
+    dense = lazy.dense
+    monkeypatch.setattr(lazy, "dense", lambda described: dense(described) * (1 + 1e-9 * next(products)))
+
+    def program(z: Tensor, s: World) -> Any:
+        largest = [part(z).amax(-1) for part in parts]
+        again(z)
+        return largest
+
+    assert_as_eager(program)
+    z = DeferredWorld.make().z
+    views = [part(z).detach() for part in parts]
+    before = [view.tolist() for view in views]
+    again(z)
+    assert [view.tolist() for view in views] == before
+    numbers = torch.arange(z.numel()).view(z.shape)
+    known: dict[int, float] = {}
+    for part, values in zip(parts, before, strict=True):
+        entries = torch.tensor(values, dtype=z.dtype).flatten().tolist()
+        for number, entry in zip(part(numbers).flatten().tolist(), entries, strict=True):
+            assert known.setdefault(int(number), entry) == entry
+
+
+def test_many_parts_that_were_read_cost_one_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy, "MOST_PARTS", 3)
+    z, eager = DeferredWorld.make().z.detach(), World.make().z.detach()
+    rows = list(z.flatten(0, 1))
+    with dense_reads() as reads:
+        values = [row.tolist() for row in rows]
+    assert len(rows) > len(reads) == 4 + 1
+    torch.testing.assert_close(torch.tensor(values, dtype=z.dtype), eager.flatten(0, 1))
+
+
+@pytest.mark.parametrize("view", [lambda z: z[:, -1], lambda z: z.view(-1, VOCAB)[2:], lambda z: z[0]])
+@pytest.mark.parametrize("entries", [lambda r: r.topk(3).values[..., -1:], lambda r: r.max(-1, keepdim=True).values])
+def test_entries_of_a_view_are_among_its_values_when_it_is_written_to(
+    view: Callable[[Tensor], Tensor], entries: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in sampling: classes are banned in place, then all below the k-th."""
+    dense = lazy.dense
+    monkeypatch.setattr(lazy, "dense", lambda described: dense(described) * (1 - 1e-9))
+
+    def program(z: Tensor, s: World) -> Any:
+        r = view(z.detach())
+        least = entries(r)
+        r[..., 3] = -float("inf")
+        r[r < least] = -float("inf")
+        return r.softmax(-1), (r > -float("inf")).sum(-1)
+
+    assert_as_eager(program)
+
+
 # --- writes ---------------------------------------------------------------------------------------------------
 
 
