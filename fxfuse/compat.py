@@ -105,11 +105,20 @@ def has_node(example: Tensor) -> bool | None:
         return None
 
 
+_SIGNALS = {
+    ("torch.distributed.fsdp._runtime_utils", "_pre_backward_hook"),  # FSDP1
+    ("lightning.fabric.wrappers", "_backward_hook"),
+    ("lightning_fabric.wrappers", "_backward_hook"),
+}
+
+
 def is_signal(hook: Any) -> bool:
-    """Whether a tensor's hook only wants to know that the backward begins, as those of FSDP do that gather weights."""
-    if isinstance(hook, functools.partial):  # FSDP1
-        hook = hook.func
-        return (hook.__module__, hook.__name__) == ("torch.distributed.fsdp._runtime_utils", "_pre_backward_hook")
+    """Whether a tensor's hook only wants to know that the backward begins.
+
+    As those of FSDP do that gather weights, and Lightning Fabric's that asks whether the loss went through it.
+    """
+    if isinstance(hook, functools.partial):
+        return (hook.func.__module__, hook.func.__name__) in _SIGNALS
     owner = type(getattr(hook, "__self__", None))
     return owner.__module__.startswith("torch.distributed.fsdp.") and hook.__name__ == "_pre_backward"
 

@@ -60,7 +60,7 @@ class DeferredLogits(LazyTensor):
             if func is Tensor.__deepcopy__:
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
-        elif _writes_to_views(func, *args, **kwargs):
+        elif _writes_to_list(func, *args, **kwargs):
             _write_one_by_one(func, *args, **kwargs)
             return None
         elif func in _REFUSED:
@@ -96,17 +96,25 @@ def _looked_at(deferred: DeferredLogits) -> Tensor:
     return deferred._deferred.read().detach()
 
 
+def _in_memory(deferred: DeferredLogits) -> Tensor:
+    return deferred._deferred.share().detach()
+
+
 _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
     **{getattr(Tensor, name): _looked_at for name in ("tolist", "__format__")},
     **{
+        getattr(Tensor, name): _in_memory
+        for name in ("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack_device__", "is_shared")
+    },
+    **{
         getattr(Tensor, name): plain_of
         for name in (
-            *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
-            *("__dlpack_device__", "share_memory_", "is_shared", "pin_memory", "__reduce_ex__", "__deepcopy__"),
+            *("numpy", "__array__", "__dlpack__", "share_memory_", "pin_memory", "__reduce_ex__", "__deepcopy__"),
             *("apply_", "map_"),
         )
     },
-    **{getattr(Tensor, name).__get__: plain_of for name in ("data", "__cuda_array_interface__")},
+    getattr(Tensor, "data").__get__: _in_memory,  # noqa: B009
+    getattr(Tensor, "__cuda_array_interface__").__get__: plain_of,  # noqa: B009
 }
 _REFUSED = {
     Tensor.data.__set__: "the assignment to .data",  # type: ignore[attr-defined]
@@ -134,17 +142,16 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
                 origin.hooked = True
 
 
-def _writes_to_views(func: Any, /, self: Any = (), *_: Any, **__: Any) -> bool:
-    """Whether ``func`` is one of ``torch._foreach_…_`` and works on a view of deferred logits in its list ``self``."""
+def _writes_to_list(func: Any, /, self: Any = (), *_: Any, **__: Any) -> bool:
+    """Whether ``func`` is one of ``torch._foreach_…_`` and works on deferred logits in its list ``self``."""
     name = getattr(func, "__name__", "")
     if not (name.startswith("_foreach_") and name.endswith("_")) or name == "_foreach_copy_":  # which has no gradient
         return False
-    with torch._C.DisableTorchFunctionSubclass():
-        return any(isinstance(tensor, DeferredLogits) and tensor._is_view() for tensor in self)
+    return any(isinstance(tensor, DeferredLogits) for tensor in self)
 
 
 def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> None:
-    """What ``func`` does to a list of tensors: of views of a subclass, PyTorch loses its gradient."""
+    """What ``func`` does to a list: of views of a subclass PyTorch loses the gradient, of other tensors the version."""
     if func is torch._foreach_zero_:
         for tensor in self:
             tensor.zero_()
@@ -281,7 +288,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                     describe(made, tuple(parts) if is_stack else parts[0])
                     made._deferred.calls = calls
                 return out
-        if any(map(_is_there, deferred)) and any(r.entries for r in readers):
+        if any(t._deferred.is_read_in_part() for t in deferred) and any(r.entries for r in readers):
             call.keep("unknown_reader")  # of the same rounding as what was read before
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
@@ -317,10 +324,6 @@ def _is_described(tensor: DeferredLogits) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return _to_autograd(tensor) == tensor._known_to_autograd
-
-
-def _is_there(tensor: DeferredLogits) -> bool:
-    return tensor._deferred.values is not None
 
 
 def _claims_what_it_is(tensor: DeferredLogits) -> bool:

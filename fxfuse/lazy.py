@@ -23,14 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .algebra import ClassTensor, Head
 from .eager import EMIT, dense
 from .operands import Operands
-from .places import by_run, in_common, laid_out, placed, write
+from .places import along, in_common, laid_out, placed, put_runs, take_runs, write
 from .readers import Reader, Statistics
 from .report.chain import Applied, Way
 from .report.records import Site, journal
 from .report.source import caller
 
 MOST_GIVEN = 64  # reads whose entries an output remembers
-MOST_PARTS = 256  # that are read one by one before all of it is
+MOST_PARTS = 64  # that are read one by one before all of it is
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,25 @@ class Given:
         """``values`` of the source with them in their places, changed in place if they can be."""
         if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
             values = values.clone()
-        rows = values.movedim(self.source.class_dim, -1)
+        _ = self._enter(values.movedim(self.source.class_dim, -1), self.index, self.values)
+        return values
+
+    def put_into_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """The same for some rows ``[n, V]``, of so many: changed in place."""
+        at = numbers.to(self.index.device)
+        return self._enter(rows, self.index[at], self.values[at])
+
+    def _enter(self, rows: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        of_row = *rows.shape[:-1], 1
         if self.bound:
-            last = (self.values.amin(1) if self.bound > 0 else self.values.amax(1)).view(*rows.shape[:-1], 1)
+            last = (values.amin(1) if self.bound > 0 else values.amax(1)).view(of_row)
             last = torch.where(last == last, last, self.bound * float("inf"))
             _ = rows.clamp_(max=last) if self.bound > 0 else rows.clamp_(min=last)
-        for index, given in zip(self.index.unbind(1), self.values.unbind(1), strict=True):
-            at, one = index.view(*rows.shape[:-1], 1), given.view(*rows.shape[:-1], 1)
+        for column, given in zip(index.unbind(1), values.unbind(1), strict=True):
+            at, one = column.reshape(of_row), given.reshape(of_row)
             there = at.clamp(min=0)
             rows.scatter_(-1, there, torch.where(at < 0, rows.gather(-1, there), one))
-        return values
+        return rows
 
 
 Described = ClassTensor | tuple[ClassTensor, ...]
@@ -197,16 +206,12 @@ class Memory:
 
     owner: weakref.ref[State]
     one: bool = False
-    views: list[weakref.ref[State]] = field(default_factory=list)
-    made_of_it: list[weakref.ref[State]] = field(default_factory=list)
+    views: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
+    made_of_it: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
 
     def holders(self) -> int:
         """How many tensors there are that have it, or are waited for by others."""
-        return sum(view() is not None for view in self.views)
-
-
-def _with(known: list[weakref.ref[State]], another: weakref.ref[State]) -> list[weakref.ref[State]]:
-    return [*(state for state in known if state() is not None), another]
+        return len(self.views)
 
 
 @dataclass(eq=False)
@@ -236,11 +241,13 @@ class State:
     memory: Memory = field(init=False)
 
     def __post_init__(self) -> None:
-        me, parents = weakref.ref(self), () if self.thunk is None else tuple(self._parents())
-        self.memory = parents[0].memory if self.is_view and parents else Memory(me)
-        self.memory.views = _with(self.memory.views, me)
+        parents = () if self.thunk is None else tuple(self._parents())
+        self.memory = parents[0].memory if self.is_view and parents else Memory(weakref.ref(self))
+        with self.origin.lock:
+            self.memory.views.add(self)
         for part in () if self.is_view else parents:
-            part.memory.made_of_it = _with(part.memory.made_of_it, me)
+            with part.origin.lock:
+                part.memory.made_of_it.add(self)
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -255,13 +262,6 @@ class State:
             if self.values is None:
                 with torch.inference_mode(False), torch.no_grad():
                     self.values = self._build_beside()
-                    for view in self._views():
-                        if view.values is not None:
-                            write(view.values, view._viewed())
-                        for given in view._given():
-                            _ = given.put_into(view._viewed())
-                    for given in self._given():
-                        self.values = given.put_into(self.values)
                 if self.thunk is None:
                     self.origin.operands.are_read()
                 elif not self.is_view:
@@ -278,10 +278,12 @@ class State:
                     owner.values = placed(values, owner.meta)
                 # Copies that wait can no longer be made of these values, which may be written to.
                 stale = self.origin.operands.are_stale()
-                for state in filter(None, (waiting() for waiting in self.memory.made_of_it)):
+                for state in list(self.memory.made_of_it):
                     if stale or state.described is None:
                         state.read()
                 self.memory.one = True
+                for view in owner._others():
+                    view.values = None  # which from now on are those of the owner
                 self.origin.operands.are_wanted()
             return self._viewed()
 
@@ -307,28 +309,59 @@ class State:
         assert owner is not None
         return owner
 
-    def _views(self) -> list[State]:
-        """The views of it that there are, if it is the owner of its memory."""
-        views = [view() for view in self.memory.views] if self is self.memory.owner() else []
-        return [view for view in views if view is not None and view is not self]
+    def _others(self) -> list[State]:
+        return [other for other in self.memory.views if other is not self]
 
     def _given(self) -> list[Given]:
         described = self.described
         return [g for g in self.origin.given if isinstance(described, ClassTensor) and g.is_of(described)]
 
+    def is_read_in_part(self) -> bool:
+        """Whether some of its values, at least, are known."""
+        with self._locked():
+            if self.is_built():
+                return True
+            return any(in_common(self.meta, o.meta) != () for o in self._others() if o.values is not None)
+
     def _build_beside(self) -> Tensor:
-        """``_build``, with what it has in common with views that were read before."""
-        alone = self is not self.memory.owner() and not self.is_built()
-        read = [view for view in self._owner()._views() if view.values is not None] if alone else []
-        common = [in_common(self.meta, view.meta) for view in read] if len(read) <= MOST_PARTS else [None]
-        if None in common:
+        """``_build``, with the values and entries that others have which share its memory, and its own entries."""
+        known = [other for other in self._others() if other.values is not None or other._given()]
+        if self is self._owner():
+            self.values = values = self._build()  # of which the others are views
+            for other in known:
+                if other.values is not None:
+                    write(other.values, other._viewed())
+                else:
+                    other._put_given_into(other._viewed())
+            return self._put_given_into(values)
+        if self.is_built():
+            return self._build()
+        common = [in_common(self.meta, other.meta) for other in known] if len(known) <= MOST_PARTS else [None]
+        if None in common or not all(other.values is not None or other._has_runs_of_classes() for other in known):
             self._owner().read()  # and this is a part of that
             return self._build()
         values = self._build()
-        for view, runs in zip(read, common, strict=True):
-            if runs and view.values is not None:
-                by_run(values, self.meta)[runs[0]] = by_run(view.values, view.meta)[runs[1]]
+        for other, runs in zip(known, common, strict=True):
+            if runs:
+                mine, its = runs
+                put_runs(values, self.meta, mine, other._known(its, take_runs(values, self.meta, mine)))
+        return self._put_given_into(values)
+
+    def _put_given_into(self, values: Tensor) -> Tensor:
+        for given in self._given():
+            values = given.put_into(values)
         return values
+
+    def _known(self, numbers: Tensor, values: Tensor) -> Tensor:
+        """What is known of the runs of so many ``numbers``, whose ``values [n, …]`` are otherwise as they are."""
+        if self.values is not None:
+            return take_runs(self.values, self.meta, numbers)
+        for given in self._given():
+            values = given.put_into_rows(values, numbers)
+        return values
+
+    def _has_runs_of_classes(self) -> bool:
+        return isinstance(self.described, ClassTensor) and along(self.meta) == self.described.class_dim
 
     def _parents(self) -> Iterator[State]:
         return (part for part in tree_iter(self.thunk) if isinstance(part, State))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+MOST_RUNS = 1 << 18  # that are compared one by one
 
 
 def write(values: Tensor, place: Tensor) -> None:
@@ -16,8 +16,8 @@ def write(values: Tensor, place: Tensor) -> None:
     place.copy_(values)
 
 
-def in_common(a: Tensor, b: Tensor) -> tuple[Any, ...] | None:
-    """Which runs of neighbours two parts of one memory have in common: indices of ``by_run`` for either, () for none.
+def in_common(a: Tensor, b: Tensor) -> tuple[Tensor, ...] | None:
+    """Which runs of neighbours two parts of one memory have in common: their numbers in either, or () for none.
 
     None if they have parts of runs in common, or that cannot be told. The tensors have no data.
     """
@@ -25,16 +25,17 @@ def in_common(a: Tensor, b: Tensor) -> tuple[Any, ...] | None:
         return None
     if not a.numel() or not b.numel() or _end(a) <= b.storage_offset() or _end(b) <= a.storage_offset():
         return ()
-    mine, its = _begins(a), _begins(b)
-    length, width = (1 if (axis := _along(t)) is None else t.shape[axis] for t in (a, b))
-    its, order = its.sort()
+    length, width = (1 if (axis := along(t)) is None else t.shape[axis] for t in (a, b))
+    if max(a.numel() // length, b.numel() // width) > MOST_RUNS:
+        return None
+    mine, (its, order) = _begins(a), _begins(b).sort()
     first, after = torch.searchsorted(its, mine), torch.searchsorted(its, mine, right=True)
     meet = torch.searchsorted(its, mine + length) - torch.searchsorted(its, mine - width, right=True)
     same = after - first if length == width else torch.zeros_like(meet)
     if bool((meet > same).any()):
         return None
-    runs = same.nonzero()[:, 0]
-    return (_index_of_run(a, runs), _index_of_run(b, order[first[runs]])) if len(runs) else ()
+    numbers = same.nonzero()[:, 0]
+    return (numbers, order[first[numbers]]) if len(numbers) else ()
 
 
 def _end(of: Tensor) -> int:
@@ -42,29 +43,36 @@ def _end(of: Tensor) -> int:
     return int(of.storage_offset()) + 1 + sum(last)
 
 
-def _along(of: Tensor) -> int | None:
+def along(of: Tensor) -> int | None:
     """The axis along which elements are neighbours in memory."""
     return next((axis for axis in range(of.dim()) if of.stride()[axis] == 1 and of.shape[axis] > 1), None)
 
 
 def _begins(of: Tensor) -> Tensor:
     """Where the runs of neighbours that a tensor consists of begin in its memory, in elements."""
-    along, begins = _along(of), torch.tensor([of.storage_offset()], device="cpu")
+    run, begins = along(of), torch.tensor([of.storage_offset()], device="cpu")
     for axis, (size, stride) in enumerate(zip(of.shape, of.stride(), strict=True)):
-        if axis != along:
+        if axis != run:
             begins = (begins[:, None] + stride * torch.arange(size, device="cpu")).flatten()
     return begins
 
 
-def by_run(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` of what ``like`` stands for, the runs along the last axis; with one axis more in front."""
-    along = _along(like)
-    return (values.unsqueeze(-1) if along is None else values.movedim(along, -1)).unsqueeze(0)
+def take_runs(values: Tensor, like: Tensor, numbers: Tensor) -> Tensor:
+    """A copy ``[n, …]`` of the runs of so many ``numbers`` in the values of what ``like`` stands for."""
+    rows, at = _runs(values, like, numbers)
+    return rows[at]
 
 
-def _index_of_run(like: Tensor, runs: Tensor) -> tuple[Tensor, ...]:
-    along = _along(like)
-    return torch.unravel_index(runs, (1, *(size for axis, size in enumerate(like.shape) if axis != along)))
+def put_runs(values: Tensor, like: Tensor, numbers: Tensor, runs: Tensor) -> None:
+    """The reverse."""
+    rows, at = _runs(values, like, numbers)
+    rows[at] = runs
+
+
+def _runs(values: Tensor, like: Tensor, numbers: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    run = along(like)
+    rows = (values.unsqueeze(-1) if run is None else values.movedim(run, -1)).unsqueeze(0)
+    return rows, torch.unravel_index(numbers, rows.shape[:-1])
 
 
 def laid_out(values: Tensor, like: Tensor) -> Tensor:

@@ -392,6 +392,36 @@ def test_parts_that_were_read_agree(
             assert known.setdefault(int(number), entry) == entry
 
 
+ENTRIES_OF_PARTS: dict[str, Callable[[Tensor], Any]] = {
+    "entries of all after": lambda z: (z[:, -1].amax(-1), z.max(-1).values),
+    "entries of all before": lambda z: (z.max(-1).values, z[:, -1].amax(-1)),
+    "least": lambda z: (z[:, -1].amin(-1), z.topk(3, largest=False).values),
+    "of a part in another shape": lambda z: ((a := z[:, -1:]).amax(-1), (r := z[:, -1]).max(-1).values, a, r),
+    "of a part of what is built": lambda z: (z.amax(-1), z[:, -1].topk(3).values),
+    "picked": lambda z: (z[1].amax(-1), z.gather(-1, z.argmax(-1, keepdim=True))),
+    "moved": lambda z: (z.max(-1).values, z.transpose(0, 1)[1:].amax(-1), z.view(-1, VOCAB)[3:].amin(-1)),
+    "classes": lambda z: (z.max(-1).values, z[..., 1:].amax(-1)),
+    "of a copy": lambda z: ((c := z / 2), (best := c.max(-1, keepdim=True).values), z.sin(), (c >= best).sum(-1)),
+}
+
+
+@pytest.mark.parametrize("program", ENTRIES_OF_PARTS.values(), ids=ENTRIES_OF_PARTS)
+def test_entries_agree_with_parts_that_were_read(
+    program: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes first: an op's entries are not put over values that something has."""
+    products = itertools.count(1)
+    dense = lazy.dense
+    monkeypatch.setattr(lazy, "dense", lambda described: dense(described) * (1 + 1e-9 * next(products)))
+
+    def shared(z: Tensor, s: World) -> Any:
+        results = program(z)
+        z[0, 0, 0].item()
+        return results
+
+    assert_as_eager(shared)
+
+
 def test_many_parts_that_were_read_cost_one_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy, "MOST_PARTS", 3)
     z, eager = DeferredWorld.make().z.detach(), World.make().z.detach()
@@ -711,6 +741,39 @@ def test_functions_of_lists_in_place(write: Any, view: Any) -> None:
         z.sin().sum().backward()
     for mine, theirs in zip(leaves_of(deferred), leaves_of(eager), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_functions_of_lists_in_place_count_as_writes() -> None:
+    z, eager = DeferredWorld.make().zb, World.make().zb
+    for t in (z, eager):
+        first, deviation = t[0], t.std(-1).sum()
+        before = t._version
+        torch._foreach_mul_([t], 0.6)
+        assert t._version > before
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            deviation.backward()
+        first.square().sum().backward()
+
+    def program(z: Tensor, s: World) -> Tensor:
+        z = z * 1.0
+        first = z[0]
+        torch._foreach_mul_([z], 0.6)
+        return first.square().sum()
+
+    assert_as_eager(program)
+
+
+@pytest.mark.parametrize("of", [lambda t: t.data.mul_(2), lambda t: t.data_ptr(), lambda t: t.untyped_storage()])
+@pytest.mark.parametrize("part", [lambda z: z.chunk(2)[1], lambda z: z.split(1)[1], lambda z: z.unbind(0)[1]])
+def test_memory_of_a_part_whose_base_was_written_to(of: Any, part: Any) -> None:
+    def program(z: Tensor, s: World) -> Tensor:
+        z = z * 1.0
+        b = part(z)
+        z.mul_(2.0)
+        of(b)
+        return z.detach()
+
+    assert_as_eager(program)
 
 
 def test_functions_in_place_by_keyword() -> None:

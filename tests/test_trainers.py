@@ -262,6 +262,34 @@ def test_lightning(inside: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False], ids=["loss_inside", "loss_outside"])
+def test_fabric(inside: bool) -> None:
+    """It hooks all that a module returns, to see that the backward was called through it."""
+    lightning = pytest.importorskip("lightning")
+
+    def run(compile: bool) -> tuple[torch.nn.Module, list[str]]:
+        fabric, model = lightning.Fabric(accelerator="cpu", devices=1), make("llama")
+        if compile:
+            model.compile(backend="fxfuse", options=OPTIONS)
+        trained, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        with dense_reads() as reads:
+            for inputs in DataLoader(examples(), batch_size=2):  # type: ignore[arg-type]
+                if inside:
+                    loss = trained(**inputs).loss
+                else:
+                    logits = trained(input_ids=inputs["input_ids"]).logits
+                    loss = F.cross_entropy(logits[:, :-1].float().mT, inputs["labels"][:, 1:])
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, reads
+
+    (ours, reads), (eager, _) = run(True), run(False)
+    assert not reads
+    assert_trained_alike(ours, eager, 1e-4)
+
+
+@pytest.mark.slow
 def test_trl(tmp_path: Path) -> None:
     """Its trainer has a loss of its own, which computes logits in chunks, with their accuracy and entropy."""
     trl = pytest.importorskip("trl")
