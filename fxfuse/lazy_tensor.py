@@ -128,7 +128,7 @@ def _begins_within(tensor: Any) -> bool:
     Autograd would take views of ordinary views of it from the wrong place of its gradient: by their offset in memory.
     Of views that are of the subclass themselves it knows how they are made.
     """
-    if not isinstance(tensor, LazyTensor):
+    if not isinstance(tensor, LazyTensor) or tensor.is_inference():  # which have no gradient
         return False
     root = tensor._base if tensor._is_view() else tensor
     return isinstance(root, LazyTensor) and root._deferred.meta.storage_offset() != 0
@@ -154,6 +154,8 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     is_view = any(result.alias_info is not None for result in func._schema.returns)
     if is_view and isinstance(out, Tensor) and not _have_one_memory(out, first._deferred.meta):
         is_view, func, args = False, _anew, (func, *args)  # as ``contiguous`` under inference_mode
+    if not is_view and any(tensor._deferred.memory.one for tensor in deferred):
+        raise NotDeferred  # what it is made of may be written to
     thunk = tree_map(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
 
     # A view of an ordinary tensor is one in inference mode as well.

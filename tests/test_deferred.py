@@ -2306,6 +2306,30 @@ def test_views_in_inference_mode(mode: Any) -> None:
         torch.testing.assert_close(ours.detach().clone(), theirs.detach().clone())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_made_of_a_part_that_was_written_to(mode: Any) -> None:
+    torch._dynamo.reset()
+    head, h = torch.nn.Linear(8, 60, bias=False), torch.randn(3, 7, 8)
+    results = []
+    for f in (compiled(head), head):
+        with mode():
+            z = f(h)
+            part = z.narrow(0, 2, 1)[..., ::2]
+            part.clamp_(-0.1, 0.1)
+            made = [
+                part.reshape(-1, 30),
+                part.contiguous(),
+                part.flatten(),
+                part.detach(),
+                part.to(part.dtype),
+                part[0],
+            ]
+            part.mul_(2)
+            results.append([t.tolist() for t in (z, *made, made[0].view(-1))])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_a_shallow_copy(mode: Any) -> None:
     z, eager = DeferredWorld.make().z, World.make().z
