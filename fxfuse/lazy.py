@@ -282,7 +282,7 @@ class State:
                     if stale or state.described is None:
                         state.read()
                 self.memory.one = True
-                for view in owner._others():
+                for view in owner._beside():
                     view.values = None  # which from now on are those of the owner
                 self.origin.operands.are_wanted()
             return self._viewed()
@@ -309,7 +309,7 @@ class State:
         assert owner is not None
         return owner
 
-    def _others(self) -> list[State]:
+    def _beside(self) -> list[State]:
         return [other for other in self.memory.views if other is not self]
 
     def _given(self) -> list[Given]:
@@ -321,12 +321,15 @@ class State:
         with self._locked():
             if self.is_built():
                 return True
-            return any(in_common(self.meta, o.meta) != () for o in self._others() if o.values is not None)
+            return any(in_common(self.meta, o.meta) != () for o in self._beside() if o.values is not None)
 
     def _build_beside(self) -> Tensor:
         """``_build``, with the values and entries that others have which share its memory, and its own entries."""
-        known = [other for other in self._others() if other.values is not None or other._given()]
-        if self is self._owner():
+        owner = self._owner()
+        if self is not owner and self.is_built():
+            return self._build()
+        known = [other for other in self._beside() if other.values is not None or other._given()]
+        if self is owner:
             self.values = values = self._build()  # of which the others are views
             for other in known:
                 if other.values is not None:
@@ -334,11 +337,9 @@ class State:
                 else:
                     other._put_given_into(other._viewed())
             return self._put_given_into(values)
-        if self.is_built():
-            return self._build()
         common = [in_common(self.meta, other.meta) for other in known] if len(known) <= MOST_PARTS else [None]
         if None in common or not all(other.values is not None or other._has_runs_of_classes() for other in known):
-            self._owner().read()  # and this is a part of that
+            owner.read()  # and this is a part of that
             return self._build()
         values = self._build()
         for other, runs in zip(known, common, strict=True):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
 from .lazy import Origin, State
+from .places import have_one_memory
 
 
 class _Mode(threading.local):
@@ -152,7 +153,7 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         raise NotDeferred from error  # a shape that depends on values, or a wrong call, as eager shall say
     is_view = any(result.alias_info is not None for result in func._schema.returns)
-    if is_view and isinstance(out, Tensor) and not _have_one_memory(out, first._deferred.meta):
+    if is_view and isinstance(out, Tensor) and not have_one_memory(out, first._deferred.meta):
         is_view, func, args = False, _anew, (func, *args)  # as ``contiguous`` under inference_mode
     if not is_view and any(tensor._deferred.memory.one for tensor in deferred):
         raise NotDeferred  # what it is made of may be written to
@@ -171,14 +172,10 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(out, thunk) if isinstance(out, Tensor) else out
 
 
-def _have_one_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
 def _anew(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """What ``func`` returns, never a view of its first argument."""
     out = func(*args, **kwargs)
-    return out.clone() if _have_one_memory(out, args[0]) else out
+    return out.clone() if have_one_memory(out, args[0]) else out
 
 
 def _part(i: int, func: Any, args: Any, kwargs: Any) -> Any:

@@ -16,12 +16,16 @@ def write(values: Tensor, place: Tensor) -> None:
     place.copy_(values)
 
 
+def have_one_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def in_common(a: Tensor, b: Tensor) -> tuple[Tensor, ...] | None:
     """Which runs of neighbours two parts of one memory have in common: their numbers in either, or () for none.
 
     None if they have parts of runs in common, or that cannot be told. The tensors have no data.
     """
-    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+    if not have_one_memory(a, b):
         return None
     if not a.numel() or not b.numel() or _end(a) <= b.storage_offset() or _end(b) <= a.storage_offset():
         return ()

@@ -397,7 +397,12 @@ ENTRIES_OF_PARTS: dict[str, Callable[[Tensor], Any]] = {
     "entries of all before": lambda z: (z.max(-1).values, z[:, -1].amax(-1)),
     "least": lambda z: (z[:, -1].amin(-1), z.topk(3, largest=False).values),
     "of a part in another shape": lambda z: ((a := z[:, -1:]).amax(-1), (r := z[:, -1]).max(-1).values, a, r),
-    "of a part of what is built": lambda z: (z.amax(-1), z[:, -1].topk(3).values),
+    "of a part of what is built": lambda z: (
+        (part := z[:, -1]),
+        z.amax(-1),
+        (best := part.topk(3).values),
+        (part >= best[..., -1:]).sum(-1),
+    ),
     "picked": lambda z: (z[1].amax(-1), z.gather(-1, z.argmax(-1, keepdim=True))),
     "moved": lambda z: (z.max(-1).values, z.transpose(0, 1)[1:].amax(-1), z.view(-1, VOCAB)[3:].amin(-1)),
     "classes": lambda z: (z.max(-1).values, z[..., 1:].amax(-1)),

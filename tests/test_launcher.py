@@ -401,7 +401,7 @@ def test_torchrun(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = python(tmp_path, *torchrun, "-m", "fxfuse", "--report", "train.py", "--x", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.replace("\n", "")) == sorted("done" * 2)  # two processes may share a line
+    assert done.stdout.replace("\n", "") == "donedone"  # two processes may share a line
     assert done.stderr.count("1 head: 1 deferred; ") == 1
 
 
