@@ -168,7 +168,7 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
 
     if isinstance(out, (tuple, list)):
         parts = enumerate(out)
-        return type(out)(wrap(m, (_part, (i, *thunk), {})) if isinstance(m, Tensor) else m for i, m in parts)
+        return type(out)(wrap(m, _part_of(i, *thunk)) if isinstance(m, Tensor) else m for i, m in parts)
     return wrap(out, thunk) if isinstance(out, Tensor) else out
 
 
@@ -176,6 +176,14 @@ def _anew(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """What ``func`` returns, never a view of its first argument."""
     out = func(*args, **kwargs)
     return out.clone() if have_one_memory(out, args[0]) else out
+
+
+def _part_of(i: int, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The thunk of one of the tensors that ``func`` returns; a row by itself, of which there may be thousands."""
+    if func is _aten.unbind.int:
+        tensor, dim = args if len(args) == 2 else (*args, kwargs.get("dim", 0))
+        return _aten.select.int, (tensor, dim, i), {}
+    return _part, (i, func, args, kwargs), {}
 
 
 def _part(i: int, func: Any, args: Any, kwargs: Any) -> Any:

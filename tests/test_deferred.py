@@ -431,6 +431,7 @@ def test_many_parts_that_were_read_cost_one_build(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lazy, "MOST_PARTS", 3)
     z, eager = DeferredWorld.make().z.detach(), World.make().z.detach()
     rows = list(z.flatten(0, 1))
+    assert all(row._deferred.thunk[0] is torch.ops.aten.select.int for row in rows)  # not each one of all, made anew
     with dense_reads() as reads:
         values = [row.tolist() for row in rows]
     assert len(rows) > len(reads) == 4 + 1
