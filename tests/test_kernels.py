@@ -580,14 +580,15 @@ def several_windows_along_either_axis() -> None:
         cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = sizes
 
 
-@case(each_dtype=True, routes=("described",))
+@case(each_dtype=True, routes=tuple(way for way in ROUTES if way != "general"))
 def several_chunks_and_windows(dtype: torch.dtype) -> None:
     from fxfuse.ops import hopper
 
-    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES)
+    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES, tiles.LEAST_FILL)
     rows, vocab = (1500, 5000) if HAS_GPU else (50, 300)
     chunk = rows // 4
     try:
+        tiles.LEAST_FILL = 0.0  # for d_input's sums in the order of the list
         hopper.MOST_EXPONENTIALS_BYTES = chunk * vocab * dtype.itemsize
         hopper.LEAST_WINDOW_BYTES = chunk * vocab * dtype.itemsize
         options = {"bias": True, "class_weight": True, "class_sum": True}
@@ -595,9 +596,10 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
         for hidden in ((256, 2064) if dtype != torch.float32 else (256,)) if HAS_GPU else (16,):
             check_gradients(problem(rows, hidden, vocab, dtype, **options))
             check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, indexed=2, **options))
+            check_gradients(problem(rows, hidden, vocab, dtype, idle=1.0))
             check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
     finally:
-        hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES = sizes
+        hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES, tiles.LEAST_FILL = sizes
 
 
 @case(routes=("described",))
@@ -619,7 +621,7 @@ def the_lower_bits_of_sums_lie_as_threads_have_them() -> None:
 def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> None:
     from fxfuse.ops import hopper
 
-    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES)
+    sizes = (hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES, tiles.LEAST_FILL)
     rows, vocab = (5000, 1500) if HAS_GPU else (300, 50)
     nans = torch.full((2,), float("nan")).to(dtype)
     nans.view(torch.int32 if dtype == torch.float32 else torch.int16)[1] = -1  # all bits
@@ -636,24 +638,55 @@ def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> 
                 lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
                 arguments = *p.operands, lse, residual, *p.upstream, True, True, False
                 assert cuda.linear_stats_backward(*arguments)[1].isnan().all()
+                # Windows of classes, so that d_input is what is added up: a row of it is one of NaN.
+                tiles.LEAST_FILL = 0.0
+                p = problem(rows // 5, hidden, vocab * 3, dtype)
+                p.x[1, 3] = nan
+                lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+                d_input = cuda.linear_stats_backward(
+                    *p.operands, lse, residual, *p.upstream, True, True, False, memory=1
+                )[0]
+                assert d_input[1].isnan().all() and d_input[2:].isfinite().all()
     finally:
-        hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES = sizes
+        hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES, tiles.LEAST_FILL = sizes
 
 
 @case(each_dtype=True)
 def little_memory(dtype: torch.dtype) -> None:
     from fxfuse.ops import hopper
 
-    sizes = (hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS)
-    rows, hidden, vocab = (1500, 256, 5000) if HAS_GPU else (50, 16, 300)
+    sizes = (hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS, tiles.LEAST_FILL)
+    rows, vocab = (1500, 5000) if HAS_GPU else (50, 300)
     try:
         hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS = vocab, vocab // 4, rows // 3
+        tiles.LEAST_FILL = 0.0
         options = {"bias": True, "class_weight": True, "class_sum": True, "indexed": 2}
-        check_gradients(problem(rows, hidden, vocab, dtype, **options), memory=1)
-        check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, **options), memory=1)
-        check_gradients(problem(vocab, hidden, rows, dtype, transform="tanh mul:3.0"), memory=1)
+        for hidden in (256, 2064) if HAS_GPU else (16,):
+            check_gradients(problem(rows, hidden, vocab, dtype, **options), memory=1)
+            check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, **options), memory=1)
+            check_gradients(problem(vocab, hidden, rows, dtype, transform="tanh mul:3.0"), memory=1)
     finally:
-        hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS = sizes
+        hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS, tiles.LEAST_FILL = sizes
+
+
+@case(each_dtype=True, routes=("described",))
+def rows_go_from_the_order_of_the_list_to_where_they_are_from(dtype: torch.dtype) -> None:
+    from fxfuse.kernels.hopper.launch import Rows
+
+    p = problem(100, 48, 32, dtype)
+    call = cuda._Head.of(*p.operands, "").call()
+    values = torch.arange(100.0, device=p.x.device)[:, None].expand(100, call.hidden) + 1
+    generator = torch.Generator().manual_seed(0)
+    for count in (0, 1, 40, 99, 100):
+        listed = torch.randperm(100, generator=generator)[:count].sort().values.to(p.x.device, torch.int32)
+        order = torch.cat((listed, listed.new_zeros(100 - count)))
+        expected = torch.zeros(100, call.hidden, dtype=dtype, device=p.x.device)
+        expected[listed.long()] = values[:count].to(dtype)
+        for most in (16, 48, 112):
+            d_input = values.to(dtype)
+            rows = Rows(order, listed.new_tensor([count]), most, -(-100 // most))
+            call.unlist(rows, d_input, call.empty(most, call.hidden, dtype=dtype))
+            assert torch.equal(d_input, expected), (count, most)
 
 
 @case(each_dtype=True, routes=ALL_ROUTES)

@@ -245,6 +245,8 @@ def test_compiles(
     made = described_way and kind != "stored"  # gradients, by kernels on descriptors
     assert ("dlogits_kernel" in names) == (kind != "stored")
     assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == made
+    many = rows == 16384 and kind != "few_hidden"
+    assert ("d_input_together_kernel" in names) == (made and many and machine.takes_turns)
     has_entropy = kind.startswith("entropy")
     assert ("exponentials_kernel" in names) == (made and dtype == BF16 and not has_entropy)
     for launch in launches:

@@ -112,6 +112,7 @@ TAKING_TURNS: dict[str, Tile] = {
 TOGETHER: dict[str, Tile] = {
     "stats": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
+    "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
 }
 MANY_HIDDEN = 2048
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
@@ -122,6 +123,8 @@ NARROW_INPUT = Tile(128, 128, 64, 8, 4)
 NARROW = 16
 # Rows and columns of what these kernels add to d_weight's sums at a time, see ``hopper.products.lower_at``.
 PIECE = 64
+# How much of the last wave of programs must be full, of all waves together, for tiles that nobody cuts.
+LEAST_FILL = 0.9
 INTERPRETED = Tile(16, 64, 16, 4, 1)
 ROW_BLOCK = 128
 
@@ -164,6 +167,19 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
     return next((choice for choice in choices if choice.rows >= rows), choices[-1])
 
 
+def of_input_sums(input: Tensor, most: int) -> Tile | None:
+    """The tile in which warpgroups that share it add to d_input's sums of chunks of ``most`` rows.
+
+    None where there are no such kernels, or where too much of the last wave of programs would have nothing to do:
+    nothing is cut there as ``d_input`` is.
+    """
+    tile = TOGETHER["input_sums"]
+    if not takes_turns("d_weight", input) or input.shape[1] < MANY_HIDDEN:
+        return None
+    count, processors = cdiv(most, tile.rows) * cdiv(input.shape[1], tile.vocab), machine(input.device).processors
+    return tile if count >= LEAST_FILL * cdiv(count, processors) * processors else None
+
+
 def takes_turns(kernel: str, input: Tensor) -> bool:
     """Whether a kernel is used for such hidden states in which warpgroups take turns."""
     return machine(input.device).takes_turns and kernel in TAKING_TURNS and input.shape[0] > 64
@@ -199,20 +215,19 @@ def tiles_per_split(row_blocks: int, vocab_tiles: int, processors: int) -> int:
 def window(vocab: int, most: int, columns: int, block: int, programs: int) -> int:
     """Classes in a window of the vocabulary: at most ``most`` or 256, and fewer if that keeps the programs busier.
 
-    A window makes ``columns`` tiles for each ``block`` of its classes, in waves of ``programs``.
+    A window makes ``columns`` tiles for each ``block`` of its classes, in waves of ``programs``. What it takes beside
+    is counted as half a wave.
     """
 
-    def classes(count: int) -> int:
-        return -(-vocab // (count * 256)) * 256
+    def waves(classes: int) -> int:
+        return cdiv(cdiv(classes, block) * columns, programs)
 
-    def waves(count: int) -> int:
-        whole, rest = divmod(vocab, classes(count))
-        return sum(
-            n * -(-(-(-size // block) * columns) // programs) for n, size in ((whole, classes(count)), (1, rest))
-        )
+    def time(classes: int) -> float:
+        whole, rest = divmod(vocab, classes)
+        return whole * waves(classes) + waves(rest) + cdiv(vocab, classes) / 2
 
-    least = max(1, -(-vocab // max(most, 256)))
-    return classes(min(range(least, 2 * least + 1), key=lambda count: (waves(count), count)))
+    most = max(256, min(most, cdiv(vocab, 256) * 256) // 256 * 256)
+    return min(range(most, max(256, most // 2) - 1, -256), key=time)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -79,11 +79,11 @@ class _Gradients:
         call = self.call
         most, classes = _windows(call, memory)
         rows, windows = call.cut(listed, most), call.windows(classes)
-        d_input = call.input_sum(self.d_input, len(windows))
+        d_input = call.input_sum(self.d_input, len(windows), rows.most)
         low = call.weight_sum(self.d_weight[windows[0]], rows.chunks).low
         gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
         dz = call.exponentials_buffer(rows.most, windows[0].stop)
-        parts = call.parts()
+        parts = call.empty(0 if d_input.in_pieces else call.parts_size())
         normalise, undo = factors
         d_bias = self.d_bias if self.need_bias else None
         slope = call.slopes()
@@ -96,13 +96,17 @@ class _Gradients:
                 if i == 0 or rows.chunks > 1:
                     call.gather(rows, chunk, gathered)
                 call.dlogits_of(rows, chunk, window, gathered, here, stats, slope, up, normalise)
-                if self.need_input:
+                if self.need_input and d_input.in_pieces:
+                    call.add_listed_input(rows, chunk, window, here, d_input, i, len(windows), undo)
+                elif self.need_input:
                     ends = i == 0, i == len(windows) - 1
                     call.add_input(rows, chunk, window, here, d_input, parts, *ends, undo=undo)
                 if self.need_weight:
                     call.add_weight(rows, chunk, window, here, gathered, d_weight, undo=undo, d_bias=d_bias)
                 elif d_bias is not None:
                     call.add_bias(rows, chunk, window, here, d_bias, undo=undo)
+        if d_input.in_pieces:
+            call.unlist(rows, self.d_input, gathered)
 
     def from_exponentials(
         self, made: _Exponentials, chunk: int, sums: tuple[Sum, Sum], classes: Classes | None, parts: Tensor
@@ -131,7 +135,7 @@ class _Gradients:
         """The statistics and the gradients together, from scaled exponentials."""
         call = self.call
         rows = call.cut(listed, _rows_of_exponentials(call))
-        sums = call.input_sum(self.d_input, 1), call.weight_sum(self.d_weight, rows.chunks)
+        sums = Sum(self.d_input, None), call.weight_sum(self.d_weight, rows.chunks)
         classes = call.classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
         made = _Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
         made.class_sums(up, self.need_weight)
@@ -243,19 +247,21 @@ def _windows(call: Call, memory: int) -> tuple[int, int]:
     d_weight is then added up by itself.
     """
     size = call.input.element_size()
-    # What further bits of d_input, its cut tiles and lists of rows take.
-    beside = call.rows * call.hidden + 4 * call.parts_size() + SMALL_BYTES
     most, cuts = call.whole_blocks(call.rows), 1
+
+    def left(memory: int) -> int:
+        # Beside further bits of d_input, its cut tiles, lists of rows, and the rows gathered.
+        parts = 0 if tiles.of_input_sums(call.input, most) else 4 * call.parts_size()
+        return max(0, memory - call.rows * call.hidden - parts - SMALL_BYTES - most * call.hidden * size)
+
     if memory == 0:
         if call.rows > call.vocab:
             return max(call.row_block, LEAST_WINDOW_BYTES // (call.vocab * size)), call.vocab
-        bound = WINDOWED_BYTES - beside - most * call.hidden * size
-        window = max(LEAST_WINDOW_BYTES, min(most * call.vocab * size // WINDOW_SHARE, bound))
+        window = max(LEAST_WINDOW_BYTES, min(most * call.vocab * size // WINDOW_SHARE, left(WINDOWED_BYTES)))
         return call.rows, max(1, window // (most * size))
-    memory = max(0, memory - beside)
     while True:
         each = most * size + (call.hidden if cuts > 1 else 0)
-        classes = min((memory - most * call.hidden * size) // each, LEAST_WINDOW_BYTES // (most * size))
+        classes = min(left(memory) // each, LEAST_WINDOW_BYTES // (most * size))
         if classes >= WIDE_WINDOW or most <= LEAST_ROWS:
             return most, max(classes, LEAST_CLASSES)
         cuts *= 2
@@ -363,7 +369,7 @@ def kept_gradients(
     made.class_sums(up, needs[1])
     grads = _Gradients(call, needs, dtypes)
     classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
-    sums = call.input_sum(grads.d_input, 1), call.weight_sum(grads.d_weight, 1)
+    sums = Sum(grads.d_input, None), Sum(grads.d_weight, None)
     grads.from_exponentials(made, 0, sums, classes, call.parts())
     grads.finish_class_sums(up)
     return grads.results()

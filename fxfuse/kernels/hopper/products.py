@@ -41,7 +41,7 @@ def cut(value, last, DTYPE: tl.constexpr):
 
 @triton.jit
 def lower_at(row, col, hidden, IN_PIECES: tl.constexpr):
-    """Where the next bits of d_weight's sums are.
+    """Where the next bits of a gradient's sums are.
 
     In rows like the gradient itself. Or IN_PIECES of 64x64, one row of pieces after the other, and in a piece as the
     threads of a warpgroup have the elements of a product: in either half of a warp's 16 rows, a thread's eight pairs of

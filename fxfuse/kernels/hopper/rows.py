@@ -268,3 +268,76 @@ def pick_kernel(
     tl.store(picked + row * indexed + k, tl.where(known, z, 0.0), mask=there)
     if slope is not None:
         tl.store(slope + row * indexed + k, tl.where(known, derivative, 0.0), mask=there)
+
+
+@triton.jit
+def _place(order, count, row):
+    """How many of the list's ``count`` rows come before ``row``."""
+    low = row * 0
+    high = low + count
+    while tl.max(high - low, 0) > 0:
+        middle = (low + high) // 2
+        before = tl.load(order + middle, mask=low < high, other=0) < row
+        low, high = tl.where((low < high) & before, middle + 1, low), tl.where((low < high) & ~before, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["first", "most", "rows"])
+def take_kernel(
+    listed,  # [N, D]: one row for each row of the list
+    taken,  # [most, D], out: those that ``put_kernel`` will need, one after the other
+    order,  # [N] int32, ascending
+    length,  # [1] int32
+    first,
+    most,
+    rows,
+    hidden,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy what the rows from ``first`` on have in the list's order; nothing if all rows are listed."""
+    begin(PDL)
+    count = tl.load(length)
+    if count == rows:
+        return
+    bounds = _place(order, count, first + most * tl.arange(0, 2))
+    start, stop = tl.min(bounds, 0), tl.max(bounds, 0)
+    at = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    there = (start + at < stop)[:, None]
+    for block in range(0, hidden, BLOCK):
+        col = block + tl.arange(0, BLOCK)[None, :]
+        mask = there & (col < hidden)
+        value = tl.load(listed + (start + at).to(tl.int64)[:, None] * hidden + col, mask=mask)
+        tl.store(taken + at.to(tl.int64)[:, None] * hidden + col, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "most", "rows"])
+def put_kernel(
+    out,  # [N, D], out
+    taken,  # [most, D]
+    order,
+    length,
+    first,
+    most,
+    rows,
+    hidden,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Put what ``take_kernel`` took to the rows that it is of, and zeros to those that are not listed."""
+    begin(PDL)
+    count = tl.load(length)
+    if count == rows:
+        return
+    start = tl.min(_place(order, count, first + tl.arange(0, 2)), 0)
+    row = first + tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = (row < tl.minimum(first + most, rows))[:, None]
+    place = _place(order, count, row)
+    is_listed = ((place < count) & (tl.load(order + place, mask=place < count, other=-1) == row))[:, None]
+    for block in range(0, hidden, BLOCK):
+        col = block + tl.arange(0, BLOCK)[None, :]
+        mask = inside & (col < hidden)
+        value = tl.load(taken + (place - start).to(tl.int64)[:, None] * hidden + col, mask=mask & is_listed, other=0.0)
+        tl.store(out + row.to(tl.int64)[:, None] * hidden + col, value, mask=mask)

@@ -72,6 +72,11 @@ class Sum(NamedTuple):
     out: Tensor
     low: Tensor | None
 
+    @property
+    def in_pieces(self) -> bool:
+        """Whether kernels that take turns add it up."""
+        return self.low is not None and self.low.dim() == 4
+
 
 _signatures: dict[tuple[object, ...], int] = {}
 

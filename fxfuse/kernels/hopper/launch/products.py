@@ -9,21 +9,29 @@ from torch import Tensor
 
 from ... import tiles
 from .. import products
-from .operands import Classes, Described, Rows, Sum, describe, kernel_for, rows_of_warpgroup
+from ..rows import put_kernel, take_kernel
+from .operands import Classes, Described, Rows, Sum, describe, kernel_for, pingpong, rows_of_warpgroup
 
 
 class Products(Described):
-    def input_sum(self, out: Tensor, terms: int) -> Sum:
-        """d_input ``[N, D]``, to be added up of so many products."""
-        return Sum(out, torch.empty_like(out, dtype=torch.int8) if _is_split(out, terms) else None)
+    def input_sum(self, out: Tensor, terms: int, most: int) -> Sum:
+        """d_input ``[N, D]``, to be added up of so many products for each chunk of at most ``most`` rows.
+
+        If the sum is ``in_pieces``, ``add_listed_input`` adds to it, and ``unlist`` ends it; otherwise ``add_input``.
+        """
+        return self._sum(out, terms, tiles.of_input_sums(self.input, most))
 
     def weight_sum(self, out: Tensor, terms: int) -> Sum:
-        """The same for d_weight, or for each of its windows if ``out [W, D]`` is the largest."""
-        if not _is_split(out, terms):
-            return Sum(out, None)
+        """d_weight, or each of its windows if ``out [W, D]`` is the largest, to be added up of so many products."""
         tile = tiles.described("d_weight", self.input)
-        if not tile.takes_turns:
-            return self.input_sum(out, terms)
+        return self._sum(out, terms, tile if tile.takes_turns else None)
+
+    def _sum(self, out: Tensor, terms: int, tile: tiles.Tile | None) -> Sum:
+        """A sum that is ``in_pieces`` if it is to be added to in such tiles."""
+        if terms == 1 or out.element_size() != 2 or out.numel() == 0:
+            return Sum(out, None)
+        if tile is None:
+            return Sum(out, torch.empty_like(out, dtype=torch.int8))
         piece, blocks = tiles.PIECE, tiles.cdiv(out.shape[0], tile.rows)
         pieces = blocks * (tile.rows // piece), tiles.cdiv(self.hidden, piece)
         return Sum(out, self.empty(*pieces, piece, piece, dtype=torch.int8))
@@ -94,6 +102,60 @@ class Products(Described):
         sizes = {name: options[name] for name in ("BM", "BN", "BK", "GROUP", "ROWS")}
         strips = (programs, tile.rows // 8)
         self.launch(signature, products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
+
+    def add_listed_input(
+        self, rows: Rows, chunk: int, window: slice, dz: Tensor, total: Sum, term: int, terms: int, undo: Tensor | None
+    ) -> None:
+        """Add ``dz @ weight[window]``, times ``undo [1]``, to the chunk's rows of d_input, in the order of the list."""
+        tile = tiles.of_input_sums(self.input, rows.most)
+        assert tile is not None
+        weight = self.weight[window]
+        programs = min(self.programs, tiles.cdiv(rows.most, tile.rows) * tiles.cdiv(self.hidden, tile.vocab))
+        self.launch(
+            (self.signature, weight.shape[0], total.out.dtype),
+            pingpong().d_input_together_kernel,
+            (programs,),
+            describe(dz, tile, rows_of_warpgroup(tile), tile.hidden),
+            self.described_weight(weight, tile, tile.hidden, tile.vocab),
+            describe(total.out, tile, tiles.PIECE, tiles.PIECE),
+            total.low,
+            undo,
+            rows.length,
+            chunk,
+            rows.most,
+            weight.shape[0],
+            self.hidden,
+            programs,
+            term,
+            terms - 1,
+            TRANSPOSED=self.transposed,
+            **self.launch_options(tile),
+        )
+
+    def unlist(self, rows: Rows, d_input: Tensor, taken: Tensor) -> None:
+        """Move the rows of ``d_input [N, D]`` from the order of the list to where they are from; zeros elsewhere.
+
+        ``taken [most, D]`` loses what it held. The list is ascending, so rows move towards the end if at all: the last
+        ones go first, and nothing is written over that has not been read.
+        """
+        for first in reversed(range(0, self.rows, rows.most)):
+            for kernel in (take_kernel, put_kernel):
+                self.launch(
+                    (self.signature, d_input.dtype),
+                    kernel,
+                    (tiles.cdiv(rows.most, 16),),
+                    d_input,
+                    taken,
+                    rows.order,
+                    rows.length,
+                    first,
+                    rows.most,
+                    self.rows,
+                    self.hidden,
+                    BLOCK_ROWS=16,
+                    BLOCK=min(tiles.next_power_of_2(self.hidden), 512),
+                    num_warps=8,
+                )
 
     def add_weight(
         self,
@@ -197,7 +259,3 @@ class Products(Described):
             ROWS=self.row_block,
             num_warps=4,
         )
-
-
-def _is_split(out: Tensor, terms: int) -> bool:
-    return terms > 1 and out.element_size() == 2 and out.numel() > 0

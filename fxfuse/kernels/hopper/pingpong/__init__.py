@@ -11,11 +11,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .dlogits import dlogits_kernel
 from .exponentials import exponentials_kernel
 from .products import d_weight_kernel
-from .products_together import d_weight_together_kernel
+from .products_together import d_input_together_kernel, d_weight_together_kernel
 from .stats import stats_kernel
 from .stats_together import stats_together_kernel
 
 __all__ = [
+    "d_input_together_kernel",
     "d_weight_kernel",
     "d_weight_together_kernel",
     "describe",

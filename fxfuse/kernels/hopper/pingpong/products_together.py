@@ -1,8 +1,8 @@
-"""The product for the gradient of the weight as in ``..products``, by warpgroups that share a tile, see
+"""The products for the gradients of the operands as in ``..products``, by warpgroups that share a tile, see
 ``.together``.
 
 The upper bits of old sums come through the ring as two steps more, one for each warpgroup: where a slot has a tile of
-x it has room for those of 64x256. Factors of rows are a third operand as in ``.products``.
+the second operand it has room for those of 64x256. Factors of rows are a third operand as in ``.products``.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ PIECES = gl.constexpr(4)  # of a warpgroup's half
 
 @gluon.jit
 def _load(
-    dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers,
-    full, empty, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    dz, other, out, low, factors, length, chunk, most, vocab, hidden, programs, term, dz_tiles, other_tiles,
+    factor_tiles, uppers, full, empty, OF_INPUT: gl.constexpr, ALONG: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK // 2
-    start, stop, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
+    start, stop, row_blocks, columns, tiles, at = sizes(
+        length, chunk, most, vocab, hidden, OF_INPUT, LEAST, WIDTH, ROWS
+    )
     slot = 0
     phase = 1  # every slot is empty at first
     for tile in range(gl.program_id(0), tiles, programs):
-        class_block, column = grouped(tile, class_blocks, columns, GROUP)
-        row = class_block * BLOCK
+        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        row = row_block * BLOCK
         slot, phase = load_product(
-            dz, x, factors, dz_tiles, x_tiles, factor_tiles, full, empty, slot, phase, row, column, start, stop, False,
-            False, BK, STAGES,
+            dz, other, factors, dz_tiles, other_tiles, factor_tiles, full, empty, slot, phase, row, column, start, stop,
+            OF_INPUT, ALONG, BK, STAGES,
         )  # fmt: skip
         for second in gl.static_range(2):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            load_pieces(out, low, uppers, PIECES * slot, bar, row + second * HALF, column * WIDTH, chunk, PIECES)
+            load_pieces(out, low, uppers, PIECES * slot, bar, at + row + second * HALF, column * WIDTH, term, PIECES)
             slot, phase = after(slot, phase, STAGES)
 
 
@@ -54,11 +57,13 @@ def _pass_over(full, empty, slot, phase, STAGES: gl.constexpr):
 @gluon.jit
 def _add(
     out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
-    programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, WARPGROUP: gl.constexpr,
-    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    programs, term, last, dz_tiles, other_tiles, factor_tiles, uppers, full, empty, lead, WARPGROUP: gl.constexpr,
+    OF_INPUT: gl.constexpr, ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    start, stop, class_blocks, columns, tiles = sizes(length, chunk, most, vocab, hidden, LEAST, WIDTH, ROWS)
-    is_last = chunk == last_chunk(gl.load(length), most)
+    start, stop, row_blocks, columns, tiles, at = sizes(
+        length, chunk, most, vocab, hidden, OF_INPUT, LEAST, WIDTH, ROWS
+    )
     steps = gl.cdiv(stop - start, BK)
     slot = 0
     phase = 0
@@ -67,21 +72,21 @@ def _add(
         if WARPGROUP == 1:
             mbarrier.wait(lead.index(0), round & 1)
         taken_factors = None if d_bias is None else factor_tiles
-        acc, parts = begin_product(dz_tiles, x_tiles, taken_factors, full, slot, phase, False, False, WARPGROUP)
+        acc, parts = begin_product(dz_tiles, other_tiles, taken_factors, full, slot, phase, OF_INPUT, ALONG, WARPGROUP)
         # What the sums need is looked up meanwhile.
-        class_block, column = grouped(tile, class_blocks, columns, GROUP)
-        row = class_block * BLOCK + WARPGROUP * (BLOCK // 2)
+        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        row = at + row_block * BLOCK + WARPGROUP * (BLOCK // 2)
         col = column * WIDTH
-        slot_of_class = slots_of(rows_of_classes, slots, row, chunk, vocab)
+        slot_of_class = slots_of(rows_of_classes, slots, row, term, vocab)
         lower = (
-            load_lower(low, row, col, chunk, hidden),
-            load_lower(low, row, col + PIECE, chunk, hidden),
-            load_lower(low, row, col + 2 * PIECE, chunk, hidden),
-            load_lower(low, row, col + 3 * PIECE, chunk, hidden),
+            load_lower(low, row, col, term, hidden),
+            load_lower(low, row, col + PIECE, term, hidden),
+            load_lower(low, row, col + 2 * PIECE, term, hidden),
+            load_lower(low, row, col + 3 * PIECE, term, hidden),
         )
         acc, parts, slot, phase = end_product(
-            dz_tiles, x_tiles, taken_factors, acc, parts, full, empty, lead, slot, phase, steps, column == 0, False,
-            False, WARPGROUP, STAGES,
+            dz_tiles, other_tiles, taken_factors, acc, parts, full, empty, lead, slot, phase, steps, column == 0,
+            OF_INPUT, ALONG, WARPGROUP, STAGES,
         )  # fmt: skip
         if d_bias is not None:  # noqa: SIM102
             if column == 0:
@@ -92,8 +97,8 @@ def _add(
         for i in gl.static_range(PIECES):
             add_piece(
                 half(half(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(PIECES * slot + i), lower[i],
-                normalise, class_weight, class_row, rows_of_classes, slot_of_class, row, col + i * PIECE, chunk,
-                is_last, vocab, hidden,
+                normalise, class_weight, class_row, rows_of_classes, slot_of_class, row, col + i * PIECE, term,
+                term == last, vocab, hidden,
             )  # fmt: skip
         own = slot
         slot, phase = after(slot, phase, STAGES)
@@ -130,8 +135,9 @@ def d_weight_together_kernel(
     PDL: gl.constexpr,
 ):
     begin(PDL)
-    # A slot's tile of x and the upper bits of a warpgroup's sums take the same bytes.
+    # A slot's tile of the second operand and the upper bits of a warpgroup's sums take the same bytes.
     gl.static_assert(BK == PIECE)
+    last = last_chunk(gl.load(length), most)
     dz_tiles, x_tiles, full, empty, lead = ring_of_shared(dz, x, STAGES)
     factor_tiles = x_tiles  # which is not looked at
     if factors is not None:
@@ -141,17 +147,65 @@ def d_weight_together_kernel(
         [
             (_add, (
                 out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 0, BK,
-                GROUP, STAGES, ROWS,
+                vocab, hidden, programs, chunk, last, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 0,
+                False, False, BK, GROUP, STAGES, ROWS,
             )),
             (_add, (
                 out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 1, BK,
-                GROUP, STAGES, ROWS,
+                vocab, hidden, programs, chunk, last, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 1,
+                False, False, BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
-                dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles,
-                uppers, full, empty, BK, GROUP, STAGES, ROWS,
+                dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, chunk, dz_tiles, x_tiles,
+                factor_tiles, uppers, full, empty, False, False, BK, GROUP, STAGES, ROWS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["chunk", "most", "programs", "term", "last"])
+def d_input_together_kernel(
+    dz,  # descriptor of [most, W] in blocks [64, BK]
+    w,  # descriptor of [W, D] in blocks [BK, 256], or of [D, W] in [256, BK] if TRANSPOSED
+    out,  # descriptor of [N, D] in 16 bits, in blocks [64, 64], out: rows in the order of the list
+    low,  # int8, as ``..products.lower_at`` has them
+    normalise,
+    length,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    term,  # the number of the window, and of the last one
+    last,
+    TRANSPOSED: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    begin(PDL)
+    gl.static_assert(BK == PIECE)
+    dz_tiles, w_tiles, full, empty, lead = ring_of_shared(dz, w, STAGES)
+    uppers = seen_as(w_tiles, out, PIECES * STAGES)
+    gl.warp_specialize(
+        [
+            (_add, (
+                out, low, None, normalise, None, None, None, None, length, chunk, most, vocab, hidden, programs, term,
+                last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 0, True, TRANSPOSED, BK, GROUP, STAGES,
+                ROWS,
+            )),
+            (_add, (
+                out, low, None, normalise, None, None, None, None, length, chunk, most, vocab, hidden, programs, term,
+                last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 1, True, TRANSPOSED, BK, GROUP, STAGES,
+                ROWS,
+            )),
+            (_load, (
+                dz, w, out, low, None, length, chunk, most, vocab, hidden, programs, term, dz_tiles, w_tiles, w_tiles,
+                uppers, full, empty, True, TRANSPOSED, BK, GROUP, STAGES, ROWS,
             )),
         ],
         [4, 1],

@@ -1,4 +1,4 @@
-"""Sums of d_weight as they come, are added to, and go back: in pieces of 64x64.
+"""Sums of d_weight or d_input as they come, are added to, and go back: in pieces of 64x64.
 
 A piece's upper 16 bits, see ``..products``, come to shared memory and leave it through the tensor-memory accelerator.
 The next 8 bits never leave the op, so they lie as the threads have them: in the order of ``..products.lower_at``, in
@@ -99,24 +99,34 @@ def _lower(low, tile_row, tile_col, hidden):
 
 
 @gluon.jit
-def sizes(length, chunk, most, vocab, hidden, LEAST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr):
-    """(the rows to multiply: from and to, at least ``LEAST``; blocks of classes, columns, tiles)."""
-    _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
-    start = gl.where(rows > 0, 0, most)  # if there are none, those past the end: zeros
-    class_blocks = gl.cdiv(vocab, BLOCK)
+def sizes(
+    length, chunk, most, vocab, hidden, OF_INPUT: gl.constexpr, LEAST: gl.constexpr, WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """(what is summed over: from and to, at least ``LEAST``; blocks of rows, columns, tiles; the result's first row).
+
+    The product's rows are the window's classes, summed over the chunk's rows; OF_INPUT it is the other way round.
+    """
+    at, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
     columns = gl.cdiv(hidden, WIDTH)
-    # A chunk without rows has nothing to do, but for the first, which must write.
-    tiles = gl.where((rows > 0) | (chunk == 0), class_blocks * columns, 0)
-    return start, start + gl.maximum(rows, LEAST), class_blocks, columns, tiles
+    if OF_INPUT:
+        row_blocks = gl.cdiv(rows, BLOCK)
+        return 0, gl.maximum(vocab, LEAST), row_blocks, columns, row_blocks * columns, at
+    else:
+        start = gl.where(rows > 0, 0, most)  # if there are none, those past the end: zeros
+        row_blocks = gl.cdiv(vocab, BLOCK)
+        # A chunk without rows has nothing to do, but for the first, which must write.
+        tiles = gl.where((rows > 0) | (chunk == 0), row_blocks * columns, 0)
+        return start, start + gl.maximum(rows, LEAST), row_blocks, columns, tiles, 0
 
 
 @gluon.jit
-def load_pieces(out, low, uppers, at, bar, row, col, chunk, COUNT: gl.constexpr):
+def load_pieces(out, low, uppers, at, bar, row, col, term, COUNT: gl.constexpr):
     """Load so many pieces of upper bits side by side, to ``at`` and after it, if there are sums; ``bar`` waits."""
     if low is None:
         mbarrier.arrive(bar)
     else:
-        if chunk == 0:
+        if term == 0:
             mbarrier.arrive(bar)
         else:
             mbarrier.expect(bar, COUNT * 2 * PIECE * PIECE)
@@ -125,12 +135,12 @@ def load_pieces(out, low, uppers, at, bar, row, col, chunk, COUNT: gl.constexpr)
 
 
 @gluon.jit
-def load_lower(low, tile_row, tile_col, chunk, hidden):
+def load_lower(low, tile_row, tile_col, term, hidden):
     """The lower bits of a piece, in order; anything if there are no sums. Asked for long before they are needed."""
     if low is None:
         return 0
     else:
-        return gl.load(_lower(low, tile_row, tile_col, hidden), mask=(chunk > 0) & (tile_col < hidden), other=0)
+        return gl.load(_lower(low, tile_row, tile_col, hidden), mask=(term > 0) & (tile_col < hidden), other=0)
 
 
 @gluon.jit
@@ -146,13 +156,13 @@ def add_bias(d_bias, parts, normalise, tile_row, vocab):
 
 
 @gluon.jit
-def slots_of(rows_of_classes, slots, tile_row, chunk, vocab):
+def slots_of(rows_of_classes, slots, tile_row, term, vocab):
     """The slots of a piece's classes in the first chunk, below 0 for those without."""
     row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
     if rows_of_classes is None:
         return row
     else:
-        return gl.load(slots + row, mask=row < gl.where(chunk == 0, vocab, 0), other=-1)
+        return gl.load(slots + row, mask=row < gl.where(term == 0, vocab, 0), other=-1)
 
 
 @gluon.jit
@@ -164,18 +174,18 @@ def _send(out, value, buffer, tile_row, tile_col):
 
 @gluon.jit
 def add_piece(
-    value, out, low, upper, lower, normalise, class_weight, class_row, rows_of_classes, slot, tile_row, tile_col, chunk,
+    value, out, low, upper, lower, normalise, class_weight, class_row, rows_of_classes, slot, tile_row, tile_col, term,
     is_last, vocab, hidden,
 ):  # fmt: skip
-    """Add ``value [64, 64]`` to the piece ``upper`` and ``lower``, if this is not the first chunk, and store it."""
+    """Add ``value [64, 64]`` to the piece ``upper`` and ``lower``, if this is not the first term, and store it."""
     row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
     col = tile_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, _LAYOUT))
     value = gl.convert_layout(value, _LAYOUT, assert_trivial=True)
-    value = scaled(value, normalise, class_weight, class_row, row, col, vocab, hidden, chunk == 0)
+    value = scaled(value, normalise, class_weight, class_row, row, col, vocab, hidden, term == 0)
     if low is None:
         _send(out, value.to(out.dtype), upper, tile_row, tile_col)
     else:
-        if chunk > 0:
+        if term > 0:
             value += _joined(upper.load(_LAYOUT), lower)
         if is_last:
             _send(out, value.to(out.dtype), upper, tile_row, tile_col)
@@ -185,5 +195,5 @@ def add_piece(
             # After the fence in there, which would wait for it.
             gl.store(_lower(low, tile_row, tile_col, hidden), next, mask=tile_col < hidden)
     if rows_of_classes is not None:  # noqa: SIM102
-        if chunk == 0:
+        if term == 0:
             keep_classes(value, rows_of_classes, slot, col, hidden)
