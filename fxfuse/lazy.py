@@ -9,6 +9,7 @@ are views of one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,7 +112,7 @@ class _Normaliser:
 
     def __init__(self, reader: Reader, tensor: Tensor) -> None:
         self.reader = reader
-        self.used: Tensor | None = None  # itself, once it was taken for that: it may die, and its hooks live on
+        self.is_used = False  # was taken for that
         self._values = tensor.detach().clone()
         self._version, self._grad_fn = tensor._version, tensor.grad_fn
         self._hooks = _hooks(tensor)
@@ -150,6 +151,7 @@ class Origin:
             selected and scaled by.
         way: how the output came to be, for the report; None where that is not known.
         normalisers: what was read that normalises rows.
+        used: of these, those that were taken for that: they may die, and their hooks live on.
         given: entries that fused ops have returned.
     """
 
@@ -164,6 +166,7 @@ class Origin:
     log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
     way: Way | None = None
     normalisers: Any = field(default_factory=WeakTensorKeyDictionary)
+    used: list[tuple[_Normaliser, Tensor]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
 
     def note(self, given: Iterable[Given]) -> None:
@@ -182,14 +185,14 @@ class Origin:
         known = self.normalisers.get(tensor) if isinstance(tensor, Tensor) else None
         if known is None or not known.is_still(tensor) or tensor.dim() != len(known.reader.source.shape):
             return None
-        if tensor.requires_grad:  # else nothing can wait for its gradient
-            known.used = tensor
+        if tensor.requires_grad and not known.is_used:  # else nothing can wait for its gradient
+            known.is_used = True
+            self.used.append((known, tensor))
         return known.reader
 
     def waits_for_gradients(self) -> bool:
         """Whether something waits for the gradient of one of them, or of what was taken for their normaliser."""
-        used = (known for known in self.normalisers.values() if known.used is not None)
-        return self.hooked or any(known.is_watched(known.used) for known in used)
+        return self.hooked or any(known.is_watched(tensor) for known, tensor in self.used)
 
     @property
     def head(self) -> str:
@@ -201,12 +204,15 @@ class Origin:
 class Memory:
     """What tensors share that have one memory in eager: the one that owns it, and whether theirs must be one too.
 
+    Of all its ``views`` some are ``built``: they have values, of their own unless it must be one.
+
     Every view leads to the owner, which leads here: not back, so that all goes at once when the last tensor does.
     """
 
     owner: weakref.ref[State]
     one: bool = False
     views: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
+    built: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
     made_of_it: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
 
     def holders(self) -> int:
@@ -260,8 +266,11 @@ class State:
             if self.memory.one:
                 return self._viewed()
             if self.values is None:
+                for state in self._replayed():
+                    state.read()
                 with torch.inference_mode(False), torch.no_grad():
                     self.values = self._build_beside()
+                self.memory.built.add(self)
                 if self.thunk is None:
                     self.origin.operands.are_read()
                 elif not self.is_view:
@@ -282,7 +291,7 @@ class State:
                     if stale or state.described is None:
                         state.read()
                 self.memory.one = True
-                for view in owner._beside():
+                for view in self.memory.built - {owner}:
                     view.values = None  # which from now on are those of the owner
                 self.origin.operands.are_wanted()
             return self._viewed()
@@ -299,7 +308,7 @@ class State:
         """Whether the values can be had without a product."""
         if self.values is not None or self.memory.one:
             return True
-        return bool(self.thunk) and all(p.is_built() and not p.memory.one for p in self._parents())
+        return self._comes_of(lambda parent: parent.values is not None)
 
     # What was computed of a part of the rows must not change when others are: a larger product may round otherwise, and
     # the gradient of ``amax``, say, looks for its result among the values that it was taken of.
@@ -308,9 +317,6 @@ class State:
         owner = self.memory.owner()
         assert owner is not None
         return owner
-
-    def _beside(self) -> list[State]:
-        return [other for other in self.memory.views if other is not self]
 
     def _given(self) -> list[Given]:
         described = self.described
@@ -321,14 +327,15 @@ class State:
         with self._locked():
             if self.is_built():
                 return True
-            return any(in_common(self.meta, o.meta) != () for o in self._beside() if o.values is not None)
+            return any(in_common(self.meta, other.meta) != () for other in self.memory.built)
 
     def _build_beside(self) -> Tensor:
         """``_build``, with the values and entries that others have which share its memory, and its own entries."""
         owner = self._owner()
         if self is not owner and self.is_built():
             return self._build()
-        known = [other for other in self._beside() if other.values is not None or other._given()]
+        known = [other for other in self.memory.built if other is not self]
+        known += (other for other in self.memory.views - self.memory.built if other is not self and other._given())
         if self is owner:
             self.values = values = self._build()  # of which the others are views
             for other in known:
@@ -367,18 +374,57 @@ class State:
     def _parents(self) -> Iterator[State]:
         return (part for part in tree_iter(self.thunk) if isinstance(part, State))
 
+    # What a program writes to hundreds of times is made of as many others: walks over these are loops.
+
+    def _comes_of(self, there: Callable[[State], bool]) -> bool:
+        """Whether all that it is made of can be had by operators from what is ``there`` and has not been written to."""
+        waiting, seen = [self], {self}
+        while waiting:
+            state = waiting.pop()
+            if not state.thunk:
+                return False
+            for parent in state._parents():
+                if parent.memory.one:
+                    return False
+                if parent not in seen and not there(parent):
+                    seen.add(parent)
+                    waiting.append(parent)
+        return True
+
+    def _replayed(self) -> list[State]:
+        """What ``_build`` reads that was not read yet, and what that is built of; the first comes last of a walk."""
+        found, waiting = [], [self]
+        seen = {self}
+        while waiting:
+            state = waiting.pop()
+            for parent in state._parents() if state._is_replayed() else ():
+                if parent.values is None and parent not in seen:
+                    seen.add(parent)
+                    waiting.append(parent)
+                    found.append(parent)
+        return found[::-1]
+
     def _viewed(self) -> Tensor:
-        if self is self.memory.owner():
-            assert self.values is not None
-            return self.values
-        assert self.thunk
-        function, args, kwargs = tree_map_only(State, State._viewed, self.thunk)
-        return function(*args, **kwargs)
+        views: list[State] = []
+        state, owner = self, self._owner()
+        while state is not owner:
+            views.append(state)
+            state = next(state._parents())
+        assert owner.values is not None
+        values = owner.values
+        for view in reversed(views):
+            assert view.thunk
+            function, args, kwargs = tree_map_only(State, functools.partial(_instead, values), view.thunk)
+            values = function(*args, **kwargs)
+        return values
+
+    def _is_replayed(self) -> bool:
+        """Whether it is made as eager does it, unless a part of the rows is all that is needed."""
+        whole = all(parent.meta.numel() == self.meta.numel() for parent in self._parents())
+        return self._is_replayable() and (whole or self.is_built() or self.described is None)
 
     def _build(self) -> Tensor:
-        whole = all(parent.meta.numel() == self.meta.numel() for parent in self._parents())
-        # As eager does it, unless a part of the rows is all that is needed.
-        if self._is_replayable() and (whole or self.is_built() or self.described is None):
+        if self._is_replayed():
             assert self.thunk
             function, args, kwargs = tree_map_only(State, State.read, self.thunk)
             # What autocast converts it has converted already, where eager did.
@@ -390,10 +436,7 @@ class State:
 
     def _is_replayable(self) -> bool:
         """Whether what it is made of can be had as it was then."""
-        return bool(self.thunk) and all(
-            not p.memory.one and (p.values is not None or p.described is not None or p._is_replayable())
-            for p in self._parents()
-        )
+        return self._comes_of(lambda parent: parent.values is not None or parent.described is not None)
 
     def _project(self, described: Described) -> Tensor:
         parts = [dense(part.with_heads(as_they_were(self.origins, part))) for part in parts_of(described)]
@@ -401,6 +444,10 @@ class State:
         origin = self.origin
         journal.note("read", origin.site, origin.weight, origin.head, caller(), values.nbytes)
         return laid_out(values, self.meta)
+
+
+def _instead(values: Tensor, _: State) -> Tensor:
+    return values
 
 
 def as_they_were(origins: Iterable[Origin], described: ClassTensor) -> Callable[[Head], Head]:

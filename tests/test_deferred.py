@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import gc
 import io
 import itertools
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from helpers import LargestTensor, compiled, dense_reads, new_sites
 from programs import BATCH, HIDDEN, TIME, VOCAB, DeferredWorld, World, ce
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
@@ -1573,6 +1575,74 @@ def test_entries_of_no_rows(name: str, device: str) -> None:
 def test_rows_of_no_rows(unbound: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
     world = DeferredWorld.make()
     assert unbound(world.z[world.y[:, 0] < -1000]) == unbound(world.z[:0]) == ()
+
+
+class CountsResults(TorchDispatchMode):
+    """Counts the tensors that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += len(torch.utils._pytree.tree_leaves(result))
+        return result
+
+
+@pytest.mark.parametrize("name", ["max", "logsumexp", "values"])
+def test_a_row_of_many_costs_no_more_than_one_of_few(name: str) -> None:
+    """In results of operators, once rows are taken apart: of thousands of rows the square of that would be too many."""
+
+    def each(rows: int) -> float:
+        s = DeferredWorld.make()
+        parts = list(s.project(torch.ones(rows, s.x.shape[-1], dtype=s.x.dtype), s.w).detach())
+        with CountsResults() as mode:
+            for part in parts:
+                _ = {"max": part.max, "logsumexp": lambda z=part: z.logsumexp(-1), "values": part.sin}[name]()
+        return mode.count / len(parts)
+
+    assert each(24) <= each(6) + 1
+
+
+STEPS = 400  # several frames for each would be too many
+
+
+def _tail(z: Tensor) -> Tensor:
+    for _ in range(z.shape[0] - 1):
+        _, z = z[0], z[1:]
+    return z
+
+
+LONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "classes set one by one": lambda z: [z.select(-1, k % VOCAB).fill_(-3.0) for k in range(STEPS)] and z,
+    "written to again and again": lambda z: [operator.setitem(z, (..., k % 5), -3.0) for k in range(STEPS)] and z,
+    "scaled in place": lambda z: [z.mul_(0.999) for _ in range(STEPS)][-1],
+    "scaled": lambda z: functools.reduce(lambda z, _: z * 0.999, range(STEPS), z),
+    "masked": lambda z: functools.reduce(lambda z, k: z.masked_fill(z[..., :1] > k, -3.0), range(STEPS), z),
+    "transposed": lambda z: functools.reduce(lambda z, _: z.transpose(0, 1), range(STEPS), z),
+    "a tail of a tail": lambda z: _tail(z.flatten(0, -2).expand(1, -1, -1).flatten(0, 1).repeat(STEPS // 8, 1)),
+}
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "loss": lambda z: z.logsumexp(-1).sum(),
+    "entry": lambda z: z[..., 3].sum(),
+    "best": lambda z: z.max(-1).values.sum(),
+    "values": lambda z: z.sin().sum(),
+    "write": lambda z: z[..., :2].mul_(2).sum() + z.sin().sum(),
+    "numpy": lambda z: torch.as_tensor(z.detach().numpy()).sum() + z.sum(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("name", LONG)
+def test_hundreds_of_steps(name: str, read: str, device: str) -> None:
+    if read == "numpy" and device != "cpu":
+        pytest.skip("of a CPU's tensor")
+
+    def program(z: Tensor, s: World) -> Any:
+        return READS[read](LONG[name](z * 1))
+
+    assert_as_eager(program, device)
 
 
 def test_a_teacher_in_inference_mode() -> None:

@@ -360,18 +360,25 @@ def tensor_split(call: Call, input: ClassTensor, indices_or_sections: Any, dim: 
 @rule(torch.unbind, "unbind")
 def unbind(call: Call, input: ClassTensor, dim: Any = 0) -> tuple[ClassTensor, ...]:
     at = _dim(call, input, dim)
-    return _parts(call, input, torch.unbind, (dim,), dim, class_dim=input.class_dim - (at < input.class_dim))
+    if at == input.class_dim:
+        call.keep("unknown_reader", "unbind of the vocabulary")
+    if not isinstance(call.out, (tuple, list)):
+        call.keep("unknown_reader")
+    class_dim = input.class_dim - (at < input.class_dim)
+    # Each by itself: there may be thousands.
+    return tuple(
+        derive(input, call.name, RowOp(torch.select, (at, i)), shape=part.shape, class_dim=class_dim)
+        for i, part in enumerate(call.out)
+    )
 
 
 def _parts(
-    call: Call, input: ClassTensor, function: Callable[..., Any], args: Any, dim: Any, **changes: Any
+    call: Call, input: ClassTensor, function: Callable[..., Any], args: Any, dim: Any
 ) -> tuple[ClassTensor, ...]:
     if not isinstance(call.out, (tuple, list)):
         call.keep("unknown_reader")
     at = _dim(call, input, dim)
     if at == input.class_dim:
-        if function is torch.unbind:
-            call.keep("unknown_reader", "unbind of the vocabulary")
         ends = list(itertools.accumulate((part.shape[at] for part in call.out), initial=0))
         return tuple(
             _taken(call, input, call.name, slice(start, end), shape=part.shape)
@@ -379,7 +386,7 @@ def _parts(
         )
     whole = RowOp(function, args)
     return tuple(
-        derive(input, call.name, whole, RowOp(operator.getitem, (i,)), shape=part.shape, **changes)
+        derive(input, call.name, whole, RowOp(operator.getitem, (i,)), shape=part.shape)
         for i, part in enumerate(call.out)
     )
 
