@@ -6,7 +6,7 @@ which shape, scaled by what, normalised or not. Descriptions are immutable; a ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any, NamedTuple, TypeVar
@@ -183,9 +183,14 @@ class ClassTensor:
         self.map(see)
         return tuple(found)
 
-    def map(self: C, function: Callable[[Handle], Handle]) -> C:
-        """The same with ``function`` of every argument of its row and class operations in its place."""
-        rows, classes = tuple(op.map(function) for op in self.row_ops), tuple(op.map(function) for op in self.class_ops)
+    def map(self: C, function: Callable[[Handle], Handle], since: Iterable[ClassTensor] = ()) -> C:
+        """The same with ``function`` of every argument of its row and class operations in its place.
+
+        Operations that one of ``since`` has stay as they are.
+        """
+        known = {id(op) for part in since for op in (*part.row_ops, *part.class_ops)}
+        rows = tuple(op if id(op) in known else op.map(function) for op in self.row_ops)
+        classes = tuple(op if id(op) in known else op.map(function) for op in self.class_ops)
         shifts = tuple(replace(shift, handle=function(shift.handle)) for shift in self.row_shifts)
         return replace(self, row_ops=rows, class_ops=classes, row_shifts=shifts)
 
@@ -311,9 +316,9 @@ class OfTwoHeads(ClassTensor):
         student = Logits(**fields | {"requires_grad": self.requires_grad and self.student_requires_grad})
         return student, replace(self.teacher, requires_grad=self.requires_grad and self.teacher.requires_grad)
 
-    def map(self: T, function: Callable[[Handle], Handle]) -> T:
+    def map(self: T, function: Callable[[Handle], Handle], since: Iterable[ClassTensor] = ()) -> T:
         assert self.teacher is not None
-        return replace(super().map(function), teacher=self.teacher.map(function))
+        return replace(super().map(function, since), teacher=self.teacher.map(function, since))
 
     def with_heads(self: T, of: Callable[[Head], Head]) -> T:
         assert self.teacher is not None

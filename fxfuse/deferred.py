@@ -10,6 +10,7 @@ different underneath:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -274,14 +275,13 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
                 call.keep("unknown_reader")
             if derives:
                 given = tuple(part for t in deferred for part in parts_of(_description(t)))
-                frozen = {id(handle) for part in given for handle in part.handles()}
+                freeze = _Freeze(given)
                 described: dict[DeferredLogits, list[ClassTensor]] = {}
                 for outcome, made in outcomes_of(call, result, given):
                     if isinstance(outcome, ClassTensor) and made is not deferred[0]:
                         if len(outcome.heads()) > 1 and not isinstance(outcome, OfTwoHeads):
                             call.keep("unknown_reader", f"{name} of logits of several calls")
-                        # One tensor is to stay one: what is made of equal logits shows by that.
-                        outcome = outcome.map(lambda handle: handle if id(handle) in frozen else _frozen(handle))
+                        outcome = outcome.map(freeze, since=given)
                         described.setdefault(made, []).append(outcome)
                 for made, parts in described.items():
                     is_stack = isinstance(result, tuple) and made is out
@@ -397,10 +397,22 @@ def _entries(argument: Any) -> Entries | None:
     return constant(float(argument)) if known else None
 
 
-def _frozen(argument: Any) -> Any:
+class _Freeze:
+    """``_frozen``, but for tensors among ``given``, which are: one is to stay one, as equal logits show by that."""
+
+    def __init__(self, given: tuple[ClassTensor, ...]) -> None:
+        self.given = given
+
+    @functools.cached_property
+    def _known(self) -> set[int]:
+        return {id(handle) for part in self.given for handle in part.handles()}
+
+    def __call__(self, argument: Any) -> Any:
+        return _frozen(argument) if isinstance(argument, Tensor) and id(argument) not in self._known else argument
+
+
+def _frozen(argument: Tensor) -> Tensor:
     """A tensor as it is now, whatever the program writes to it before the logits are computed."""
-    if not isinstance(argument, Tensor):
-        return argument
     if 0 not in argument.stride():
         return argument.clone()
     compact = argument[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in argument.stride())]
