@@ -174,14 +174,9 @@ class ClassTensor:
 
     def handles(self) -> tuple[Handle, ...]:
         """The arguments of the row and class operations: symbolic sizes and tensors among them, and numbers."""
-        found: list[Handle] = []
-
-        def see(handle: Handle) -> Handle:
-            found.append(handle)
-            return handle
-
-        self.map(see)
-        return tuple(found)
+        of_rows = (handle for row_op in self.row_ops for handle in row_op.handles)
+        of_classes = (handle for class_op in self.class_ops for handle in class_op.handles)
+        return (*of_rows, *of_classes, *(shift.handle for shift in self.row_shifts))
 
     def map(self: C, function: Callable[[Handle], Handle], since: Iterable[ClassTensor] = ()) -> C:
         """The same with ``function`` of every argument of its row and class operations in its place.
@@ -202,6 +197,10 @@ class ClassTensor:
         """Those that it is of, its own first, and whether gradients flow to each."""
         joined = (head for op in self.row_ops for head in op.heads())
         return dict.fromkeys((self.head, *joined), self.requires_grad)
+
+    def joins(self) -> int:
+        """How many joins of rows it is made of, those in others included."""
+        return sum(op.joins() for op in self.row_ops)
 
     def row_key(self, whole: bool = False) -> tuple[Any, ...]:
         """Equal for tensors whose flattened rows are the same rows in the same order; ``whole``: in the same shape."""
@@ -318,7 +317,13 @@ class OfTwoHeads(ClassTensor):
 
     def map(self: T, function: Callable[[Handle], Handle], since: Iterable[ClassTensor] = ()) -> T:
         assert self.teacher is not None
-        return replace(super().map(function, since), teacher=self.teacher.map(function, since))
+        teachers = (part.teacher for part in since if isinstance(part, OfTwoHeads) and part.teacher is not None)
+        teacher = self.teacher.map(function, (*since, *teachers))
+        return replace(super().map(function, since), teacher=teacher)
+
+    def handles(self) -> tuple[Handle, ...]:
+        assert self.teacher is not None
+        return (*super().handles(), *self.teacher.handles())
 
     def with_heads(self: T, of: Callable[[Head], Head]) -> T:
         assert self.teacher is not None

@@ -269,13 +269,18 @@ class State:
                 for state in self._replayed():
                     state.read()
                 with torch.inference_mode(False), torch.no_grad():
-                    self.values = self._build_beside()
-                self.memory.built.add(self)
+                    self._keep(self._build_beside())
                 if self.thunk is None:
                     self.origin.operands.are_read()
                 elif not self.is_view:
                     self.thunk = ()  # what it was made of may go
+            assert self.values is not None
             return self.values
+
+    def _keep(self, values: Tensor) -> Tensor:
+        self.values = values
+        self.memory.built.add(self)
+        return values
 
     def share(self) -> Tensor:
         """The values in the memory that every view of it has."""
@@ -337,7 +342,7 @@ class State:
         known = [other for other in self.memory.built if other is not self]
         known += (other for other in self.memory.views - self.memory.built if other is not self and other._given())
         if self is owner:
-            self.values = values = self._build()  # of which the others are views
+            values = self._keep(self._build())  # of which the others are views
             for other in known:
                 if other.values is not None:
                     write(other.values, other._viewed())
@@ -392,7 +397,7 @@ class State:
         return True
 
     def _replayed(self) -> list[State]:
-        """What ``_build`` reads that was not read yet, and what that is built of; the first comes last of a walk."""
+        """What ``_build`` reads that was not read yet, after what that is built of itself."""
         found, waiting = [], [self]
         seen = {self}
         while waiting:
@@ -409,7 +414,7 @@ class State:
         state, owner = self, self._owner()
         while state is not owner:
             views.append(state)
-            state = next(state._parents())
+            (state,) = state._parents()  # a view is one of one tensor
         assert owner.values is not None
         values = owner.values
         for view in reversed(views):

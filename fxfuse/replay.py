@@ -6,6 +6,7 @@ inside of one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,18 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
+def leaves(value: Any) -> tuple[Any, ...]:
+    """Everything in such a nest."""
+    found: list[Any] = []
+
+    def see(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(see, value)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class RowOp:
     """A function that moves, selects or scales rows and leaves the class axis whole.
@@ -89,6 +102,11 @@ class RowOp:
     def key(self) -> Any:
         return self.function, key_of(self.args)
 
+    @functools.cached_property
+    def handles(self) -> tuple[Handle, ...]:
+        """Its arguments, and numbers."""
+        return leaves(self.args)
+
     def map(self, function: Callable[[Handle], Handle]) -> RowOp:
         return replace(self, args=map_leaves(function, self.args))
 
@@ -97,6 +115,10 @@ class RowOp:
 
     def heads(self) -> Iterable[Head]:
         return ()
+
+    def joins(self) -> int:
+        """How many joins it is and has in it."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +137,11 @@ class Join(RowOp):
         parts, dim = self.args
         return self.function, tuple((part.head, part.row_key(whole=True)) for part in parts), dim
 
+    @functools.cached_property
+    def handles(self) -> tuple[Handle, ...]:
+        parts, dim = self.args
+        return (*(handle for part in parts for handle in part.handles()), dim)
+
     def map(self, function: Callable[[Handle], Handle]) -> Join:
         parts, dim = self.args
         return replace(self, args=(tuple(part.map(function) for part in parts), dim))
@@ -126,6 +153,10 @@ class Join(RowOp):
     def heads(self) -> Iterable[Head]:
         parts, _ = self.args
         return (head for part in parts for head in part.heads())
+
+    def joins(self) -> int:
+        parts, _ = self.args
+        return 1 + sum(part.joins() for part in parts)
 
 
 @dataclass(frozen=True)
@@ -242,6 +273,10 @@ class ClassOp:
 
     def key(self) -> Any:
         return self.name, key_of(self.args)
+
+    @functools.cached_property
+    def handles(self) -> tuple[Handle, ...]:
+        return leaves(self.args)
 
     def map(self, function: Callable[[Handle], Handle]) -> ClassOp:
         return replace(self, args=map_leaves(function, self.args))

@@ -1621,6 +1621,10 @@ LONG: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled": lambda z: functools.reduce(lambda z, _: z * 0.999, range(STEPS), z),
     "masked": lambda z: functools.reduce(lambda z, k: z.masked_fill(z[..., :1] > k, -3.0), range(STEPS), z),
     "transposed": lambda z: functools.reduce(lambda z, _: z.transpose(0, 1), range(STEPS), z),
+    "joined with one row more": lambda z: functools.reduce(
+        lambda a, k: torch.cat([a, z[k % len(z) :][:1]]), range(STEPS), z[:1]
+    ),
+    "cut and joined": lambda z: functools.reduce(lambda z, _: torch.cat([z[:1], z[1:]]), range(STEPS // 4), z),
     "a tail of a tail": lambda z: _tail(z.flatten(0, -2).expand(1, -1, -1).flatten(0, 1).repeat(STEPS // 8, 1)),
 }
 READS: dict[str, Callable[[Tensor], Tensor]] = {

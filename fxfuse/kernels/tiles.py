@@ -121,9 +121,9 @@ NARROW_INPUT = Tile(128, 128, 64, 8, 4)
 # Columns of the factors by which d_weight's kernels that take turns also multiply, for the gradient of the bias: the
 # fewest that a tile in shared memory can have.
 NARROW = 16
-# Rows and columns of what these kernels add to d_weight's sums at a time, see ``hopper.products.lower_at``.
+# Rows and columns of what these kernels add to a gradient's sums at a time, see ``hopper.products.lower_at``.
 PIECE = 64
-# How much of the last wave of programs must be full, of all waves together, for tiles that nobody cuts.
+# The least number of tiles, over programs times waves, where no tile is cut to fill the last wave.
 LEAST_FILL = 0.9
 INTERPRETED = Tile(16, 64, 16, 4, 1)
 ROW_BLOCK = 128
@@ -170,8 +170,8 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
 def of_input_sums(input: Tensor, most: int) -> Tile | None:
     """The tile in which warpgroups that share it add to d_input's sums of chunks of ``most`` rows.
 
-    None where there are no such kernels, or where too much of the last wave of programs would have nothing to do:
-    nothing is cut there as ``d_input`` is.
+    None where there are no such kernels, or where the programs would have too little to do in the last wave for so
+    few: nothing is cut there as in ``d_input``'s.
     """
     tile = TOGETHER["input_sums"]
     if not takes_turns("d_weight", input) or input.shape[1] < MANY_HIDDEN:
@@ -226,7 +226,9 @@ def window(vocab: int, most: int, columns: int, block: int, programs: int) -> in
         whole, rest = divmod(vocab, classes)
         return whole * waves(classes) + waves(rest) + cdiv(vocab, classes) / 2
 
-    most = max(256, min(most, cdiv(vocab, 256) * 256) // 256 * 256)
+    if most >= vocab:
+        return cdiv(vocab, 256) * 256
+    most = max(256, most // 256 * 256)
     return min(range(most, max(256, most // 2) - 1, -256), key=time)
 
 

@@ -83,7 +83,7 @@ class _Gradients:
         low = call.weight_sum(self.d_weight[windows[0]], rows.chunks).low
         gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
         dz = call.exponentials_buffer(rows.most, windows[0].stop)
-        parts = call.empty(0 if d_input.in_pieces else call.parts_size())
+        parts = call.empty(call.parts_size() if self.need_input and not d_input.in_pieces else 0)
         normalise, undo = factors
         d_bias = self.d_bias if self.need_bias else None
         slope = call.slopes()
@@ -251,8 +251,9 @@ def _windows(call: Call, memory: int) -> tuple[int, int]:
 
     def left(memory: int) -> int:
         # Beside further bits of d_input, its cut tiles, lists of rows, and the rows gathered.
-        parts = 0 if tiles.of_input_sums(call.input, most) else 4 * call.parts_size()
-        return max(0, memory - call.rows * call.hidden - parts - SMALL_BYTES - most * call.hidden * size)
+        bits, parts = call.rows * call.hidden, 4 * call.parts_size()
+        sums = max(bits, parts) if tiles.of_input_sums(call.input, most) else bits + parts
+        return max(0, memory - sums - SMALL_BYTES - most * call.hidden * size)
 
     if memory == 0:
         if call.rows > call.vocab:

@@ -18,6 +18,8 @@ from . import Call, rule
 from .log_probs import entry_of_each
 from .two_heads import can_be_mixed
 
+MOST_JOINS = 64  # in each other: a description of more would be walked for too long
+
 
 def _dim(call: Call, input: ClassTensor, dim: Any, extra: int = 0) -> int:
     """``dim`` counted from the front."""
@@ -435,6 +437,8 @@ def _joined(call: Call, function: Callable[..., Any], tensors: Any, dim: Any, ad
         alike = made_alike and first.dtype == other.dtype and first.requires_grad == other.requires_grad
         if not alike or first.class_dim != other.class_dim or not first.head.shares_classes_with(other.head):
             call.keep("unknown_reader", f"{call.name} of logits of different kinds")
+    if sum(t.joins() for t in tensors) >= MOST_JOINS:
+        call.keep("unknown_reader", f"{call.name} of logits of so many others")
     at = _dim(call, first, dim, extra=added)
     if not added and at == first.class_dim:
         call.keep("unknown_reader", f"{call.name} of the vocabulary")

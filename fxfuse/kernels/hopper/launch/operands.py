@@ -74,7 +74,7 @@ class Sum(NamedTuple):
 
     @property
     def in_pieces(self) -> bool:
-        """Whether kernels that take turns add it up."""
+        """Whether the further bits lie in pieces, as kernels that take turns have them."""
         return self.low is not None and self.low.dim() == 4
 
 

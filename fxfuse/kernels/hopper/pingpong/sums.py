@@ -157,7 +157,7 @@ def add_bias(d_bias, parts, normalise, tile_row, vocab):
 
 @gluon.jit
 def slots_of(rows_of_classes, slots, tile_row, term, vocab):
-    """The slots of a piece's classes in the first chunk, below 0 for those without."""
+    """The slots of a piece's classes in the first term, below 0 for those without."""
     row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
     if rows_of_classes is None:
         return row

@@ -1,0 +1,73 @@
+"""Windows of the gradient of the logits: how large they are, and the memory that gradients take by them.
+
+The ops run on meta tensors, as if on an H200.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from fxfuse.kernels import launcher, recorder, tiles
+from fxfuse.ops import cuda
+
+pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("vocab", [300, 32000, 32001, 50257, 151936])
+def test_windows_of_the_vocabulary(vocab: int) -> None:
+    """One where all fits; else no larger than that, of whole tiles, in no more waves than as many equal parts take."""
+
+    def waves(window: int) -> int:
+        sizes = [min(window, vocab - at) for at in range(0, vocab, window)]
+        return sum(-(-(-(-size // 128) * 7) // 132) for size in sizes)
+
+    assert vocab <= tiles.window(vocab, vocab, 7, 128, 132) < vocab + 256
+    for most in (200, 5000, 20000):
+        window = tiles.window(vocab, most, 7, 128, 132)
+        assert window <= max(most, 256) or most >= vocab
+        assert window % 256 == 0 and waves(window) <= waves(max(256, most // 256 * 256))
+
+
+class Allocated(TorchDispatchMode):
+    """Adds up what is allocated, whether or not it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.bytes += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("mebibytes", [140, 153, 256, 267, 600])
+@pytest.mark.parametrize(
+    "shape",
+    [(2048, 4096, 32000), (1024, 4096, 128256), (8192, 2304, 256000), (4096, 2048, 50257), (16384, 896, 151936)],
+)
+def test_gradients_within_memory(shape: tuple[int, int, int], mebibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "machine", lambda device: tiles.Machine("hopper", 132, True))
+    monkeypatch.setattr(launcher, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(recorder, "MOST_STEPS", -1)
+    rows, hidden, vocab = shape
+    x, w = meta(rows, hidden, dtype=torch.bfloat16), meta(vocab, hidden, dtype=torch.bfloat16)
+    operands = x, w, None, meta(rows, 1, dtype=torch.int64), None, 1.0
+    upstream = meta(rows), meta(rows, 1), None
+    with Allocated() as allocated:
+        arguments = *operands, meta(rows), meta(rows), *upstream, True, True, False
+        grads = cuda.linear_stats_backward(*arguments, memory=mebibytes << 20)
+    assert allocated.bytes - sum(grad.nbytes for grad in grads) <= mebibytes << 20
