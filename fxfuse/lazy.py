@@ -32,6 +32,7 @@ from .report.source import caller
 
 MOST_GIVEN = 64  # reads whose entries an output remembers
 MOST_PARTS = 64  # that are read one by one before all of it is
+MOST_USED = 256  # normalisers that are watched for who waits for their gradients
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ class Origin:
         if known is None or not known.is_still(tensor) or tensor.dim() != len(known.reader.source.shape):
             return None
         if tensor.requires_grad and not known.is_used:  # else nothing can wait for its gradient
+            if len(self.used) == MOST_USED:
+                return None
             known.is_used = True
             self.used.append((known, tensor))
         return known.reader

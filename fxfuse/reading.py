@@ -17,6 +17,7 @@ from .readers import Reader, Statistics
 from .rules import Call
 
 Found = dict[Head, tuple[Origin, Head]]
+MOST_KEPT = 64  # selections of rows whose log-sum-exp an output remembers
 
 
 def heads_for(states: list[State], call: Call, readers: tuple[Reader, ...]) -> Found:
@@ -102,6 +103,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         results, lse = statistics(EMIT, computed, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
             kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
+            if len(kept) > MOST_KEPT:
+                del kept[next(iter(kept))]  # the oldest
     else:
         _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory)
     # In memory of its own: the backward may need what it was made of.

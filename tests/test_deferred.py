@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import lazy, operands, passes
+from fxfuse import lazy, operands, passes, reading
 from fxfuse.deferred import DeferredLogits
 from fxfuse.report.records import journal
 
@@ -1590,19 +1590,36 @@ class CountsResults(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["max", "logsumexp", "values"])
+@pytest.mark.parametrize("name", ["max", "logsumexp", "values", "split"])
 def test_a_row_of_many_costs_no_more_than_one_of_few(name: str) -> None:
     """In results of operators, once rows are taken apart: of thousands of rows the square of that would be too many."""
 
     def each(rows: int) -> float:
         s = DeferredWorld.make()
-        parts = list(s.project(torch.ones(rows, s.x.shape[-1], dtype=s.x.dtype), s.w).detach())
+        z = s.project(torch.ones(rows, s.x.shape[-1], dtype=s.x.dtype), s.w).detach()
+        parts = z.split(1) if name == "split" else list(z)
         with CountsResults() as mode:
             for part in parts:
-                _ = {"max": part.max, "logsumexp": lambda z=part: z.logsumexp(-1), "values": part.sin}[name]()
+                _ = {"max": Tensor.max, "values": Tensor.sin}.get(name, lambda z: z.logsumexp(-1))(part)
         return mode.count / len(parts)
 
     assert each(24) <= each(6) + 1
+
+
+def test_what_is_remembered_of_reads_is_bounded() -> None:
+    s = DeferredWorld.make()
+    z = s.z
+    for _ in range(lazy.MOST_USED + 10):
+        (z - z.logsumexp(-1, True))[..., 0].sum()
+        z[0, torch.randint(TIME, (2,))].logsumexp(-1)
+    origin = z._deferred.origin
+    assert len(origin.used) <= lazy.MOST_USED and len(origin.log_sum_exps) <= reading.MOST_KEPT
+    world = World.make()
+    for loss in (lambda z: (z - z.logsumexp(-1, True)).gather(-1, s.y[..., None]).sum(), lambda z: ce(z, s.y)):
+        loss(z).backward(retain_graph=True)
+        loss(world.z).backward()
+    for mine, theirs in zip((s.x, s.w), (world.x, world.w), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 STEPS = 400  # several frames for each would be too many

@@ -386,6 +386,13 @@ def _parts(
             _taken(call, input, call.name, slice(start, end), shape=part.shape)
             for part, (start, end) in zip(call.out, itertools.pairwise(ends), strict=True)
         )
+    sizes = [part.shape[at] for part in call.out]
+    if all(isinstance(size, int) for size in sizes):  # each by itself, as there may be thousands
+        starts = itertools.accumulate(sizes, initial=0)
+        return tuple(
+            derive(input, call.name, RowOp(torch.narrow, (at, start, size)), shape=part.shape)
+            for part, start, size in zip(call.out, starts, sizes, strict=False)
+        )
     whole = RowOp(function, args)
     return tuple(
         derive(input, call.name, whole, RowOp(operator.getitem, (i,)), shape=part.shape)
