@@ -102,9 +102,10 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     elif shares and reader.coefficients is None and reader.chosen is None:
         results, lse = statistics(EMIT, computed, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
-            kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
-            if len(kept) > MOST_KEPT:
-                del kept[next(iter(kept))]  # the oldest
+            with origin.lock:
+                kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
+                if len(kept) > MOST_KEPT:
+                    del kept[next(iter(kept))]  # the oldest
     else:
         _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory)
     # In memory of its own: the backward may need what it was made of.
