@@ -27,7 +27,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("vocab", [300, 32000, 32001, 50257, 151936])
 def test_windows_of_the_vocabulary(vocab: int) -> None:
-    """One where all fits; else no larger than that, of whole tiles, in no more waves than as many equal parts take."""
+    """One where all fits; else at most that large, of whole tiles, in no more waves than the largest would take."""
 
     def waves(window: int) -> int:
         sizes = [min(window, vocab - at) for at in range(0, vocab, window)]

@@ -380,18 +380,17 @@ def _parts(
     if not isinstance(call.out, (tuple, list)):
         call.keep("unknown_reader")
     at = _dim(call, input, dim)
+    sizes = [part.shape[at] for part in call.out]
+    ends = list(itertools.accumulate(sizes, initial=0))
     if at == input.class_dim:
-        ends = list(itertools.accumulate((part.shape[at] for part in call.out), initial=0))
         return tuple(
             _taken(call, input, call.name, slice(start, end), shape=part.shape)
             for part, (start, end) in zip(call.out, itertools.pairwise(ends), strict=True)
         )
-    sizes = [part.shape[at] for part in call.out]
     if all(isinstance(size, int) for size in sizes):  # each by itself, as there may be thousands
-        starts = itertools.accumulate(sizes, initial=0)
         return tuple(
             derive(input, call.name, RowOp(torch.narrow, (at, start, size)), shape=part.shape)
-            for part, start, size in zip(call.out, starts, sizes, strict=False)
+            for part, start, size in zip(call.out, ends[:-1], sizes, strict=True)
         )
     whole = RowOp(function, args)
     return tuple(
