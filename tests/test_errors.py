@@ -131,10 +131,13 @@ def test_a_class_that_is_none_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ops._check_index_cuda(torch.tensor([0, 7]), 5, None)
     assert len(errors.INDEX_OUT_OF_RANGE) < 256, "CUDA cuts the message of an assertion"
     if torch.cuda.is_available():
-        program = "import torch, fxfuse; x = torch.ones(2, 16).cuda(); y = torch.tensor([0, 7]).cuda()\n"
-        program += "fxfuse.linear_cross_entropy(x, x, y); torch.cuda.synchronize()"
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-        assert done.returncode != 0 and errors.INDEX_OUT_OF_RANGE[:60] in done.stderr + done.stdout
+        for bad in (-1, 5, 2**33):
+            program = "import torch, fxfuse; y = torch.zeros(3000, dtype=torch.int64).cuda(); y[2777] = 3\n"
+            program += "torch.ops.fxfuse.check_index(y, 5, -100); torch.cuda.synchronize(); print('so far')\n"
+            program += f"y[2777] = {bad}; torch.ops.fxfuse.check_index(y, 5, -100); torch.cuda.synchronize()"
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+            assert done.returncode != 0 and "so far" in done.stdout
+            assert errors.INDEX_OUT_OF_RANGE in done.stderr + done.stdout
 
 
 # --- wrong calls ----------------------------------------------------------------------------------------------

@@ -667,8 +667,7 @@ def little_memory(dtype: torch.dtype) -> None:
         hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS = vocab, vocab // 4, rows // 3
         tiles.LEAST_FILL = 0.0
         options = {"bias": True, "class_weight": True, "class_sum": True, "indexed": 2}
-        # The larger has kernels of its own, as above.
-        for hidden in ((256, 2064) if dtype != torch.float32 else (256,)) if HAS_GPU else (16,):
+        for hidden in (256, 2064) if HAS_GPU else (16,):  # the larger has kernels of its own, as above
             check_gradients(problem(rows, hidden, vocab, dtype, **options), memory=1)
             check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, **options), memory=1)
             check_gradients(problem(vocab, hidden, rows, dtype, transform="tanh mul:3.0"), memory=1)
@@ -1196,11 +1195,7 @@ def clean_indices() -> None:
         if ignore_index is not None:
             index = torch.where(ignored, ignore_index, index)
         want = index if ignore_index is None else torch.where(index == ignore_index, -1, index)
-        found, valid = clean(index, 7, ignore_index)
-        assert torch.equal(found, want) and bool(valid)
-        for bad in (-1, 7, 2**33):
-            index[1203, 1] = bad
-            assert not bool(clean(index, 7, ignore_index)[1])
+        assert torch.equal(clean(index, 7, ignore_index), want)  # test_errors has those that are no classes
 
 
 # --- pytest's side, and the interpreting process's ------------------------------------------------------------

@@ -99,11 +99,9 @@ def _check_index_cuda(index: Tensor, vocab: int, ignore_index: int | None, wraps
     if wraps:
         index = _wrapped(index, vocab)
     if cuda.has_triton(index.device) and index.numel() > 0:
-        clean, valid = cuda.clean_index(index.contiguous(), vocab, ignore_index)
-    else:
-        clean, foreign = _is_index(index, vocab, ignore_index)
-        valid = ~foreign.any()
-    torch._assert_async(valid, errors.INDEX_OUT_OF_RANGE)
+        return cuda.clean_index(index.contiguous(), vocab, ignore_index)
+    clean, foreign = _is_index(index, vocab, ignore_index)
+    torch._assert_async(~foreign.any(), errors.INDEX_OUT_OF_RANGE)
     return clean
 
 

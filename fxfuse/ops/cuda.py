@@ -169,8 +169,8 @@ def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_s
     )
 
 
-def clean_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
-    """``index`` with -1 for what is ignored, and whether the rest are classes, in device memory."""
+def clean_index(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
+    """``index`` with -1 for what is ignored; the device asserts that the rest are classes."""
     from ..kernels.index import clean
 
     with _current(index.device):
