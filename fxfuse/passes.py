@@ -270,11 +270,8 @@ def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[
     assert reader.index is not None and reader.coefficients is not None
     index = reader.index.make(emit)
     c = reader.coefficients(emit, index)
-    c_lse = c.lse
-    if c_lse is None:
-        c_lse = emit(torch.zeros_like, emit(torch.select, c.log_prob, 1, 0))
     weight, scale, options = _class_weight(emit, reader), reader.source.scale, _options(reader.source)
-    arguments = *operands, index, weight, scale, c_lse, c.log_prob, c.class_sum
+    arguments = *operands, index, weight, scale, c.lse, c.log_prob, c.class_sum
     # Its backward reads input and weight, which eager's does too only where both need gradients.
     if needs[0] and needs[1] and _keeps_exponentials(emit, operands, index, c, options):
         variant, out = KEPT, emit(ops.linear_loss_exponentials, *arguments, **options)

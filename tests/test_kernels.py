@@ -427,6 +427,22 @@ def kept_exponentials() -> None:
 
 
 @case(each_dtype=True)
+def no_coefficients_of_lse_are_zeros(dtype: torch.dtype) -> None:
+    rows, hidden, vocab = (300, 512, 5000) if HAS_GPU else (37, 48, 131)
+    for indexed, options in ((1, {}), (2, {"bias": True, "class_sum": True})):
+        p = problem(rows, hidden, vocab, dtype, indexed=indexed, idle=0.3, **options)
+        c_lse, *others = p.upstream
+        assert bool(c_lse.any())
+        without, with_zeros = (
+            cuda.linear_loss(*p.operands, c, *others, True, True, True) for c in (None, torch.zeros_like(c_lse))
+        )
+        assert all(map(torch.equal, without, with_zeros)) and all(bool(t.any()) for t in without)
+        if dtype != torch.float16 and indexed == 1 and route == "described" and tiles.has_descriptors(p.x):
+            loss, *_ = cuda.linear_loss_exponentials(*p.operands, None, *others)
+            assert torch.equal(loss, cuda.linear_loss_exponentials(*p.operands, torch.zeros_like(c_lse), *others)[0])
+
+
+@case(each_dtype=True)
 def transforms_with_every_option(dtype: torch.dtype) -> None:
     rows, hidden, vocab = (200, 512, 5001) if HAS_GPU else (37, 32, 131)
     options = {"bias": True, "class_weight": True, "idle": 0.3}

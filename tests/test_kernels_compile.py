@@ -115,7 +115,7 @@ def record(
         cuda.linear_stats(*operands, True, True, want_entropy=True, want_top=kind == "entropy_and_top")
         options |= {"entropy": meta(rows), "g_entropy": meta(rows)}
     else:
-        cuda.linear_loss(*operands, *upstream, *needs, **options)
+        cuda.linear_loss(*operands, upstream[0] if everything else None, *upstream[1:], *needs, **options)
     cuda.linear_stats_backward(*operands, meta(rows), meta(rows), *upstream, *needs, **options)
     # Further windows launch the same kernel again.
     return list({(launch.kernel.__name__, *[a is None for a in launch.args]): launch for launch in launches}.values())

@@ -72,6 +72,7 @@ def run_any(pick: random.Random) -> None:
         return
     g_class_sum = meta(rows) if pick.random() < 0.5 else None
     upstream = meta(rows, offset=pick.choice([0, 1])), meta(*index.shape), g_class_sum
+    coefficients = pick.choice([None, upstream[0]]), *upstream[1:]
     need_input, need_weight, need_bias = (pick.random() < 0.7 for _ in range(3))
     needs = need_input, need_weight, need_bias and bias is not None
     match pick.choice(["statistics", "backward", "loss", "exponentials", "stored", "index"]):
@@ -89,9 +90,9 @@ def run_any(pick: random.Random) -> None:
                 memory=pick.choice([0, 8 << 20]),
             )  # fmt: skip
         case "loss":
-            cuda.linear_loss(*operands, *upstream, *needs, transform=transform)
+            cuda.linear_loss(*operands, *coefficients, *needs, transform=transform)
         case "exponentials" if dtype == torch.bfloat16 and index.shape[1] < 2 and not transform and rows <= hidden:
-            _, *kept = cuda.linear_loss_exponentials(*operands, *upstream)
+            _, *kept = cuda.linear_loss_exponentials(*operands, *coefficients)
             cuda.linear_loss_exponentials_backward(*operands, g_class_sum, meta(), *kept, *needs)
         case "stored" if tiles.takes_turns("stored", x):
             call = cuda._Head.of(*operands, transform).call()

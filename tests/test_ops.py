@@ -495,6 +495,24 @@ def test_a_loss_without_coefficients_is_zero(device: str) -> None:
     assert bool(ops.linear_loss(p.input, p.weight, p.bias, index, None, 1.0, c_lse, *zeros[1:], *needs)[0] != 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_no_coefficients_of_lse_are_zeros(device: str, dtype: torch.dtype) -> None:
+    p = problem(21, 8, 37, dtype, device)
+    index, c_lse, *others = loss_arguments(p, 2)
+    for c in (others, [others[0], None]):
+        args = (p.input, p.weight, p.bias, index, p.class_weight, -0.75)
+        without, with_zeros, of_reference = (
+            op(*args, c_lse, *c, True, True, True)
+            for op, c_lse in (
+                (ops.linear_loss, None),
+                (ops.linear_loss, torch.zeros_like(c_lse)),
+                (reference.linear_loss, None),
+            )
+        )
+        assert all(map(torch.equal, without, with_zeros))
+        torch.testing.assert_close(without[0], of_reference[0], **stats_tolerance(dtype))
+
+
 def test_a_zero_coefficient_silences_a_statistic_that_is_not_finite(device: str) -> None:
     """The target of each row is ruled out (its log-probability is -inf), but only the log-sum-exp is asked for."""
     p = problem(4, 3, 6, device=device)
@@ -937,6 +955,7 @@ def test_opcheck(device: str, op: str, grad: bool, dtype: torch.dtype) -> None:
             opcheck(ops.linear_stats, (*shared, False, True), {"want_top": True, "memory": 1 << 20})
         elif op == "linear_loss":
             opcheck(ops.linear_loss, (*shared, c_lse, c_log_prob, None if bias is None else c_class_sum, *needs))
+            opcheck(ops.linear_loss, (*shared, None, c_log_prob, None, *needs))
         else:
             plain = (*(None if t is None else t.detach() for t in operands), index, class_weight, 0.5)
             lse = ops.linear_stats(*plain, False, False)[0]

@@ -37,9 +37,9 @@ for _schema in (
     f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
     f" Tensor? g_class_sum, {NEEDS}, *, Tensor? entropy=None, Tensor? g_entropy=None, str transform='',"
     " int memory=0) -> (Tensor, Tensor, Tensor)",
-    f"linear_loss({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, {NEEDS},"
+    f"linear_loss({_OPERANDS}, Tensor? c_lse, Tensor c_log_prob, Tensor? c_class_sum, {NEEDS},"
     " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
-    f"linear_loss_exponentials({_OPERANDS}, Tensor c_lse, Tensor c_log_prob, Tensor? c_class_sum, *,"
+    f"linear_loss_exponentials({_OPERANDS}, Tensor? c_lse, Tensor c_log_prob, Tensor? c_class_sum, *,"
     " str transform='') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_loss_exponentials_backward({_OPERANDS}, Tensor? c_class_sum, Tensor g, Tensor e, Tensor gathered,"
     f" Tensor factor, Tensor own, Tensor order, Tensor length, Tensor row_sum, {NEEDS}) -> (Tensor, Tensor, Tensor)",

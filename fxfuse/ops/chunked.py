@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..transform import Transform, apply, apply_with_slope, decode
-from .contract import Upstream, acc_dtype, gradient_or_none, stash_dtype, weighted
+from .contract import Coefficients, Upstream, acc_dtype, gradient_or_none, stash_dtype
 
 # Small enough to be a fraction of any logits worth fusing, large enough for full-speed products.
 CHUNK_BYTES = 32 << 20
@@ -272,7 +272,7 @@ def linear_loss(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_lse: Tensor,
+    c_lse: Tensor | None,
     c_log_prob: Tensor,
     c_class_sum: Tensor | None,
     need_input: bool,
@@ -281,20 +281,17 @@ def linear_loss(
     *,
     transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
-    # log_prob is picked - lse, so its coefficient counts for both.
-    up = Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
-    wanted = up.nonzero()
+    c = Coefficients(c_lse, c_log_prob, c_class_sum).known(index)
+    up = c.upstream()
     head = Head.of(input, weight, bias, scale, transform)
-    loss = c_lse.new_zeros(())
+    loss = c_log_prob.new_zeros(())
 
     def add_loss(at: Tensor | slice, stats: _RowStats) -> None:
-        loss.add_(weighted(c_lse[at], stats.lse) + weighted(c_log_prob[at], stats.log_prob))
-        if c_class_sum is not None and stats.class_sum is not None:
-            loss.add_(weighted(c_class_sum[at], stats.class_sum))
+        here = Coefficients(*(None if each is None else each[at] for each in c))  # type: ignore[arg-type]
+        loss.add_(here.loss(stats.lse, stats.log_prob, stats.class_sum))
 
     grads = Gradients(input.shape[0], head, need_input, need_weight, need_bias)
-    _sweep(head, input, index, class_weight, up, wanted, grads, add_loss)
+    _sweep(head, input, index, class_weight, up, up.nonzero(), grads, add_loss)
     stash = stash_dtype(input.dtype)
     return loss, grads.input, grads.weight.to(stash), grads.bias.to(stash)
 

@@ -52,6 +52,7 @@ A row whose upstream gradients are all zero contributes exactly zero, whatever i
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -98,7 +99,7 @@ class Operands:
 
 
 class Upstream(NamedTuple):
-    """The gradient that each statistic receives (or the coefficients of a loss that is linear in them).
+    """The gradient that each statistic receives.
 
     In the accumulation dtype: ``lse [N]``, ``picked [N, K]``, ``class_sum [N]`` or None, ``entropy [N]`` or None.
     """
@@ -117,9 +118,29 @@ class Upstream(NamedTuple):
         return rows
 
 
-def weighted(c: Tensor, s: Tensor) -> Tensor:
-    """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
-    return torch.where(c == 0, 0.0, c * s).sum()
+class Coefficients(NamedTuple):
+    """Those of a loss that is linear in the statistics, with None for zeros.
+
+    In the accumulation dtype: ``lse [N]``, ``log_prob [N, K]``, ``class_sum [N]``.
+    """
+
+    lse: Tensor | None
+    log_prob: Tensor
+    class_sum: Tensor | None
+
+    def known(self, index: Tensor) -> Coefficients:
+        """With zeros where there is no index."""
+        return self._replace(log_prob=torch.where(index >= 0, self.log_prob, 0.0))
+
+    def upstream(self) -> Upstream:
+        """The gradients that they are: log_prob is picked - lse, so its coefficient counts for both."""
+        lse = -self.log_prob.sum(1)
+        return Upstream(lse if self.lse is None else self.lse + lse, self.log_prob, self.class_sum)
+
+    def loss(self, *statistics: Tensor | None) -> Tensor:
+        """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
+        terms = ((c, s) for c, s in zip(self, statistics, strict=True) if c is not None and s is not None)
+        return functools.reduce(torch.add, (torch.where(c == 0, 0.0, c * s).sum() for c, s in terms))
 
 
 def normalisation(

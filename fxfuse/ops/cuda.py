@@ -25,7 +25,7 @@ from torch import Tensor
 from ..kernels import tiles
 from ..transform import decode, steepest
 from . import chunked
-from .contract import Operands, Upstream, normalisation, stash_dtype, weighted
+from .contract import Coefficients, Operands, Upstream, normalisation, stash_dtype
 
 # The buffer for the gradient of the logits: an eighth of the logits within these bounds, of whole tiles. Less costs
 # speed in short products, more costs memory that the fused ops are there to save.
@@ -118,7 +118,7 @@ def linear_loss(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_lse: Tensor,
+    c_lse: Tensor | None,
     c_log_prob: Tensor,
     c_class_sum: Tensor | None,
     need_input: bool,
@@ -135,16 +135,13 @@ def linear_loss(
     head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
     if head.is_described():
         with _current(input.device):
-            c = _Upstream(c_lse, c_log_prob, c_class_sum).contiguous()
+            c = Coefficients(*map(_contiguous, (c_lse, c_log_prob, c_class_sum)))  # type: ignore[arg-type]
             loss, grads = _hopper().linear_loss(head.call(), c, needs)
         return loss, *grads
-    c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
-    # log_prob is picked - lse, so its coefficient counts for both.
-    up = _Upstream(c_lse - c_log_prob.sum(1), c_log_prob, c_class_sum)
+    c = Coefficients(c_lse, c_log_prob, c_class_sum).known(index)
+    up = _Upstream(*c.upstream())
     lse, _, log_prob, class_sum, residual, *_ = head.stats(c_class_sum is not None, up.nonzero())
-    loss = weighted(c_lse, lse) + weighted(c_log_prob, log_prob)
-    if c_class_sum is not None:
-        loss = loss + weighted(c_class_sum, class_sum)
+    loss = c.loss(lse, log_prob, class_sum)
     return loss, *head.gradients(lse, residual, up, needs, (stash_dtype(input.dtype),) * 3)
 
 
@@ -184,7 +181,7 @@ def linear_loss_exponentials(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_lse: Tensor,
+    c_lse: Tensor | None,
     c_log_prob: Tensor,
     c_class_sum: Tensor | None,
     *,
@@ -192,7 +189,7 @@ def linear_loss_exponentials(
 ) -> tuple[Tensor, ...]:
     call = _Head.of(input, _on_vectors(weight), bias, index, class_weight, scale, transform).call()
     with _current(input.device):
-        c = _Upstream(c_lse, c_log_prob, c_class_sum).contiguous()
+        c = Coefficients(*map(_contiguous, (c_lse, c_log_prob, c_class_sum)))  # type: ignore[arg-type]
         loss, kept = _hopper().loss_and_exponentials(call, c)
     return loss, *kept
 

@@ -22,7 +22,7 @@ from ..kernels.hopper.launch import Bad, Call, Classes, Listed, Rows, Stats, Sum
 from ..kernels.launcher import compiled_together
 from ..kernels.recorder import replayed
 from ..transform import decode, steepest
-from .contract import Upstream, normalisation, stash_dtype
+from .contract import Coefficients, Upstream, normalisation, stash_dtype
 
 __all__ = [
     "Call",
@@ -324,9 +324,8 @@ def linear_stats_backward(
 @replayed
 @compiled_together
 def linear_loss(
-    call: Call, c: Upstream, needs: tuple[bool, bool, bool]
+    call: Call, c: Coefficients, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """``c`` are the coefficients of lse, log_prob and class_sum."""
     listed, up = call.listed_by_coefficients(c)
     want_class_sum = c.class_sum is not None
     stats = call.unset_stats(want_class_sum)
@@ -342,7 +341,7 @@ def linear_loss(
 
 @replayed
 @compiled_together
-def loss_and_exponentials(call: Call, c: Upstream) -> tuple[Tensor, Kept]:
+def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
     """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
     listed, up = call.listed_by_coefficients(c)
     stats = call.unset_stats(c.class_sum is not None)

@@ -117,7 +117,7 @@ def linear_loss(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_lse: Tensor,
+    c_lse: Tensor | None,
     c_log_prob: Tensor,
     c_class_sum: Tensor | None,
     need_input: bool,
@@ -130,6 +130,7 @@ def linear_loss(
         input, weight, bias, index, class_weight, scale, c_class_sum is not None, False, transform=transform
     )
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
+    c_lse = torch.zeros_like(lse) if c_lse is None else c_lse
 
     def weighted(c: Tensor, s: Tensor) -> Tensor:
         return torch.where(c == 0, 0.0, c * s).sum()

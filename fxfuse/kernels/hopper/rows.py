@@ -18,7 +18,9 @@ def _has_work(
     lse, picked, class_sum, entropy, index, g_lse, g_picked, row, inside, indexed, OF_LOSS: tl.constexpr
 ):  # fmt: skip
     """Whether rows have upstream gradients; if OF_LOSS, from coefficients, and the gradients are stored if wanted."""
-    g = tl.load(lse + row, mask=inside, other=0.0)
+    g = tl.zeros(row.shape, tl.float32)
+    if lse is not None:
+        g = tl.load(lse + row, mask=inside, other=0.0)
     work = row < 0
     for k in range(indexed):
         at = row.to(tl.int64) * indexed + k
@@ -55,7 +57,7 @@ def _list(order, length, row, flag, before, rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "indexed"])
 def list_kernel(
-    lse,  # [rows] float32
+    lse,  # [rows] float32, or None for zeros
     picked,  # [rows, K] float32
     class_sum,  # [rows] float32, or None
     entropy,  # [rows] float32, or None
@@ -121,7 +123,7 @@ def loss_kernel(
     log_prob,  # [rows, K] float32
     class_sum,  # [rows] float32, or None
     index,  # [rows, K] int64
-    c_lse,  # [rows] float32
+    c_lse,  # [rows] float32, or None
     c_log_prob,  # [rows, K] float32
     c_class_sum,  # [rows] float32, or None
     loss,  # [] float32, out
@@ -137,7 +139,10 @@ def loss_kernel(
         row = start + tl.arange(0, BLOCK)
         inside = row < rows
         # The terms of a row first: they may cancel.
-        term = _weighted(tl.load(c_lse + row, mask=inside, other=0.0), tl.load(lse + row, mask=inside, other=0.0))
+        term = tl.zeros((BLOCK,), tl.float32)
+        if c_lse is not None:
+            c = tl.load(c_lse + row, mask=inside, other=0.0)
+            term += _weighted(c, tl.load(lse + row, mask=inside, other=0.0))
         for k in range(indexed):
             at = row.to(tl.int64) * indexed + k
             known = inside & (tl.load(index + at, mask=inside, other=-1) >= 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....ops.contract import Upstream
+from ....ops.contract import Coefficients, Upstream
 from ... import tiles
 from ..rows import gather_kernel, list_flagged_kernel, list_kernel, pick_kernel
 from .operands import Described, Listed, Rows
@@ -17,21 +17,29 @@ LISTED, COUNTED = 1024, 4096
 class Lists(Described):
     def listed(self, up: Upstream) -> Listed:
         """The rows that have upstream gradients."""
-        return self._list(up, None)
+        return self._list(*up)
 
-    def listed_by_coefficients(self, c: Upstream) -> tuple[Listed, Upstream]:
-        """The same for coefficients of lse, log_prob and class_sum, and the upstream gradients that they make."""
-        up = Upstream(torch.empty_like(c.lse), torch.empty_like(c.picked), c.class_sum)
-        return self._list(c, up), up
+    def listed_by_coefficients(self, c: Coefficients) -> tuple[Listed, Upstream]:
+        """The same for coefficients, and the upstream gradients that they make."""
+        up = Upstream(self.empty(self.rows), torch.empty_like(c.log_prob), c.class_sum)
+        return self._list(*c, made=up), up
 
-    def _list(self, given: Upstream, made: Upstream | None) -> Listed:
+    def _list(
+        self,
+        lse: Tensor | None,
+        picked: Tensor,
+        class_sum: Tensor | None,
+        entropy: Tensor | None = None,
+        *,
+        made: Upstream | None = None,
+    ) -> Listed:
         listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
-        made = Upstream(None, None, None) if made is None else made  # type: ignore[arg-type]
+        g_lse, g_picked = (None, None) if made is None else made[:2]
         self.launch(
             self.signature,
             list_kernel,
             (tiles.cdiv(self.rows, LISTED),),
-            given.lse, given.picked, given.class_sum, given.entropy, self.index, made.lse, made.picked, *listed,
+            lse, picked, class_sum, entropy, self.index, g_lse, g_picked, *listed,
             self.rows, self.index.shape[1], BLOCK=LISTED, WIDE=COUNTED, num_warps=16,
         )  # fmt: skip
         return listed

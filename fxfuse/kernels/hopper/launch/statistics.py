@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....ops.contract import Upstream
+from ....ops.contract import Coefficients
 from ... import tiles
 from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
@@ -146,15 +146,15 @@ class Statistics(Lists):
         )
         return parts.sum(0)
 
-    def loss(self, stats: Stats, c: Upstream) -> Tensor:
-        """``c.lse * lse + c.picked * log_prob + c.class_sum * class_sum``, summed."""
+    def loss(self, stats: Stats, c: Coefficients) -> Tensor:
+        """``c.lse * lse + c.log_prob * log_prob + c.class_sum * class_sum``, summed."""
         loss = self.empty()
         class_sum = None if c.class_sum is None else stats.class_sum
         self.launch(
             self.signature,
             loss_kernel,
             (1,),
-            stats.lse, stats.log_prob, class_sum, self.index, c.lse, c.picked, c.class_sum, loss, self.rows,
+            stats.lse, stats.log_prob, class_sum, self.index, c.lse, c.log_prob, c.class_sum, loss, self.rows,
             self.index.shape[1], BLOCK=min(4096, max(256, tiles.next_power_of_2(self.rows))), num_warps=16,
         )  # fmt: skip
         return loss
