@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from . import compat, errors
+from . import compat, errors, ops
 from .escape import first_reads, on_plain_tensors, restored
 from .graph import rewrite
 from .options import PREFIX, Options
@@ -70,7 +71,11 @@ def fxfuse(
     if all(site.status == "kept" for site in sites):
         run = inner(gm, example_inputs)
     else:
-        with compat.cache_key(fingerprint()), compat.recomputed(own.recompute):
+        with contextlib.ExitStack() as around:
+            around.enter_context(compat.cache_key(fingerprint()))
+            around.enter_context(compat.recomputed(own.recompute))
+            if own.inner == "inductor":
+                around.enter_context(compat.replaced_in_inductor(ops.beneath_autograd))
             run = inner(gm, example_inputs)
     if escapes:
         assert isinstance(results, (tuple, list))

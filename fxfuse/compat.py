@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._guards import CompileContext
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.fx import Graph
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -285,6 +287,29 @@ def recomputed(wanted: bool) -> Iterator[None]:
     from torch._functorch import config
 
     with config.patch(ban_recompute_materialized_backward=False) if wanted else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def replaced_in_inductor(ops: Mapping[OpOverload, OpOverload]) -> Iterator[None]:
+    """Let Inductor compile other ops in place of these, once AOTAutograd is done with a graph.
+
+    A program that has set a pass for that moment keeps its own.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Replace(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            for op, other in ops.items():
+                for node in graph.find_nodes(op="call_function", target=op):
+                    node.target = other
+
+        def uuid(self) -> str:
+            return " ".join(f"{op} {other}" for op, other in ops.items())
+
+    own = {"post_grad_custom_post_pass": Replace()} if config.post_grad_custom_post_pass is None else {}
+    with config.patch(own):
         yield
 
 

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from helpers import compiled, new_sites
 from programs import VOCAB, World, ce
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
 
 import fxfuse
 from fxfuse import backend, compat
@@ -120,6 +123,33 @@ def test_inductors_mode_and_options_arrive(monkeypatch: pytest.MonkeyPatch) -> N
 def test_modes(mode: str, device: str) -> None:
     s = World.make(torch.float32, device)
     torch.testing.assert_close(torch.compile(loss, backend="fxfuse", mode=mode)(s), loss(s))
+
+
+def test_inductor_compiles_ops_without_their_formulas_of_autograd(device: str) -> None:
+    """Those in which a graph of AOTAutograd has none any more; unless the program has a pass of its own there."""
+
+    class Own(CustomGraphPass):
+        graphs = 0
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            self.graphs += 1
+
+        def uuid(self) -> str:
+            return "own"
+
+    def code(own: Own | None) -> str:
+        torch._dynamo.reset()
+        s = World.make(torch.float32, device)
+        step = torch.compile(loss, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})
+        with inductor_config.patch(force_disable_caches=True, post_grad_custom_post_pass=own):
+            value, sources = run_and_get_code(lambda: step(s))
+        torch.testing.assert_close(value, loss(s))
+        return "".join(sources)
+
+    without = code(None)
+    assert "fxfuse.linear_loss.beneath_autograd(" in without and "fxfuse.linear_loss.default(" not in without
+    own = Own()
+    assert "fxfuse.linear_loss.default(" in code(own) and own.graphs > 0
 
 
 def test_the_cache_key_is_salted_only_where_something_was_fused(monkeypatch: pytest.MonkeyPatch) -> None:

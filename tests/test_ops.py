@@ -809,6 +809,17 @@ def test_a_row_that_counts_for_nothing_contributes_nothing(
     assert not d_input[[2, 7]].any()
 
 
+@pytest.mark.parametrize("op", ops.beneath_autograd, ids=str)
+def test_ops_without_their_formulas_of_autograd(op: torch._ops.OpOverload) -> None:
+    beneath = ops.beneath_autograd[op]
+    assert str(op._schema).split("(", 1)[1] == str(beneath._schema).split("(", 1)[1]
+    assert op.tags == beneath.tags and beneath.name() == f"{op.name()}.beneath_autograd"
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for kind in ("CPU", "CUDA", "Meta"):
+        assert has(op.name(), kind) == has(beneath.name(), kind)
+    assert has(op.name(), "Autograd") and not has(beneath.name(), "Autograd")
+
+
 # --- check_index ----------------------------------------------------------------------------------------------
 
 

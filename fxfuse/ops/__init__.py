@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from ..compat import OpOverload
 from ..kernels.tiles import padded, row_block
 from . import chunked, cuda, divergence_cuda, softmax_cuda
 from .contract import acc_dtype, stash_dtype
 from .divergence import linear_divergence as linear_divergence
-from .library import NEEDS, backward_fake, gradients_fake, guarded, lib, refuse_second_order
+from .divergence import linear_divergence_backward
+from .library import NEEDS, backward_fake, differentiable, gradients_fake, implement, lib, refuse_second_order
+from .library import beneath_autograd as beneath_autograd
 from .softmax import linear_softmax as linear_softmax
+from .softmax import linear_softmax_backward
 from .topk import linear_topk as linear_topk
 
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias, Tensor index, Tensor? class_weight, float scale"
@@ -54,21 +58,7 @@ linear_loss_exponentials = torch.ops.fxfuse.linear_loss_exponentials.default
 linear_loss_exponentials_backward = torch.ops.fxfuse.linear_loss_exponentials_backward.default
 
 
-# --- which code runs where ------------------------------------------------------------------------------------
-
-
-for _name in ("linear_stats", "linear_stats_backward", "linear_loss"):
-    lib.impl(_name, guarded(_name, "cpu", getattr(chunked, _name)), "CPU")
-    lib.impl(_name, guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
-for _name in ("linear_loss_exponentials", "linear_loss_exponentials_backward"):
-    lib.impl(_name, guarded(_name, "cuda", getattr(cuda, _name)), "CUDA")
-for _name, _module in (
-    ("linear_softmax", softmax_cuda),
-    ("linear_softmax_backward", softmax_cuda),
-    ("linear_divergence", divergence_cuda),
-    ("linear_divergence_backward", divergence_cuda),
-):
-    lib.impl(_name, guarded(_name, "cuda", getattr(_module, _name)), "CUDA")
+# --- class indices --------------------------------------------------------------------------------------------
 
 
 def _is_index(index: Tensor, vocab: int, ignore_index: int | None) -> tuple[Tensor, Tensor]:
@@ -272,8 +262,28 @@ def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ..
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
 
 
-torch.library.register_autograd("fxfuse::linear_stats", _stats_backward, setup_context=_stats_setup, lib=lib)
-torch.library.register_autograd("fxfuse::linear_loss", _loss_backward, setup_context=_loss_setup, lib=lib)
-torch.library.register_autograd(
-    "fxfuse::linear_loss_exponentials", _exponentials_backward, setup_context=_exponentials_setup, lib=lib
+differentiable(linear_stats, _stats_backward, _stats_setup)
+differentiable(linear_loss, _loss_backward, _loss_setup)
+differentiable(linear_loss_exponentials, _exponentials_backward, _exponentials_setup)
+
+
+# --- which code runs where ------------------------------------------------------------------------------------
+
+_on_both: tuple[tuple[OpOverload, Any, Any], ...] = (
+    (linear_stats, chunked.linear_stats, cuda.linear_stats),
+    (linear_stats_backward, chunked.linear_stats_backward, cuda.linear_stats_backward),
+    (linear_loss, chunked.linear_loss, cuda.linear_loss),
 )
+_on_gpus: tuple[tuple[OpOverload, Any], ...] = (
+    (linear_loss_exponentials, cuda.linear_loss_exponentials),
+    (linear_loss_exponentials_backward, cuda.linear_loss_exponentials_backward),
+    (linear_softmax, softmax_cuda.linear_softmax),
+    (linear_softmax_backward, softmax_cuda.linear_softmax_backward),
+    (linear_divergence, divergence_cuda.linear_divergence),
+    (linear_divergence_backward, divergence_cuda.linear_divergence_backward),
+)
+for _op, _cpu, _cuda in _on_both:
+    implement(_op, "cpu", _cpu)
+    implement(_op, "cuda", _cuda)
+for _op, _cuda in _on_gpus:
+    implement(_op, "cuda", _cuda)

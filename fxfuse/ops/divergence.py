@@ -49,7 +49,7 @@ from torch import Tensor
 
 from .chunked import Gradients, Head, row_slices
 from .contract import acc_dtype
-from .library import backward_fake, guarded, lib, refuse_second_order
+from .library import backward_fake, differentiable, implement, lib, refuse_second_order
 
 # Of the size of a chunk of logits, while it is worked on: of either head logits and a slope, and what is made of them.
 BUFFERS, MIXED_BUFFERS = 6, 11
@@ -292,21 +292,12 @@ def _tensors(count: int) -> str:
     return f"({', '.join(['Tensor'] * count)})"
 
 
-for _name, _schema, _implementation in (
-    (
-        "linear_divergence",
-        f"({_OPERANDS}, *, {_OPTIONS}) -> {_tensors(len(Divergences._fields))}",
-        linear_divergence_chunked,
-    ),
-    (
-        "linear_divergence_backward",
-        f"({_OPERANDS}, {_DIVERGENCES}, Tensor g_kl, Tensor g_cross_entropy, {_NEEDS},"
-        f" *, Tensor? g_student_kl=None, {_OPTIONS}) -> {_tensors(6)}",
-        linear_divergence_backward_chunked,
-    ),
+for _schema in (
+    f"linear_divergence({_OPERANDS}, *, {_OPTIONS}) -> {_tensors(len(Divergences._fields))}",
+    f"linear_divergence_backward({_OPERANDS}, {_DIVERGENCES}, Tensor g_kl, Tensor g_cross_entropy, {_NEEDS},"
+    f" *, Tensor? g_student_kl=None, {_OPTIONS}) -> {_tensors(6)}",
 ):
-    lib.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    lib.impl(_name, guarded(_name, "cpu", _implementation), "CPU")
+    lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 linear_divergence = torch.ops.fxfuse.linear_divergence.default
 linear_divergence_backward = torch.ops.fxfuse.linear_divergence_backward.default
@@ -350,4 +341,6 @@ def _backward(
     return *d[:3], None, *d[3:], None
 
 
-torch.library.register_autograd("fxfuse::linear_divergence", _backward, setup_context=_setup, lib=lib)
+differentiable(linear_divergence, _backward, _setup)
+implement(linear_divergence, "cpu", linear_divergence_chunked)
+implement(linear_divergence_backward, "cpu", linear_divergence_backward_chunked)

@@ -9,14 +9,38 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
-from ..compat import forward_ad_active
+from ..compat import OpOverload, forward_ad_active
 
 lib = torch.library.Library("fxfuse", "DEF")
 
 NEEDS = "bool need_input, bool need_weight, bool need_bias"
 
+# Of ops that have a formula of autograd: the same without one.
+beneath_autograd: dict[OpOverload, OpOverload] = {}
 
-def guarded(op: str, device: str, implementation: Any) -> Any:
+
+def differentiable(op: OpOverload, backward: Any, setup: Any) -> None:
+    """Register a formula, as ``torch.library.register_autograd`` does.
+
+    PyTorch asks Python whether the formula is needed, and Python asks PyTorch for what is beneath it, which takes the
+    host longer than some kernels take. So there is the op without it too, for graphs in which it has been applied.
+    """
+    name, schema = op.name().removeprefix("fxfuse::"), str(op._schema)
+    torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=lib)
+    lib.define(f"{name}.beneath_autograd{schema[schema.index('(') :]}", tags=op.tags)
+    beneath_autograd[op] = getattr(torch.ops.fxfuse, name).beneath_autograd
+    torch.library.register_fake(beneath_autograd[op].name(), op, lib=lib)
+
+
+def implement(op: OpOverload, device: str, implementation: Any) -> None:
+    """What runs on this type of device, once it is known whether the op has a formula."""
+    run = _guarded(op.name().removeprefix("fxfuse::"), device, implementation)
+    for each in (op, beneath_autograd.get(op)):
+        if each is not None:
+            lib.impl(each, run, device.upper())
+
+
+def _guarded(op: str, device: str, implementation: Any) -> Any:
     """``implementation`` out of reach of what surrounds a call of the op.
 
     It computes in the dtypes that it was given, so ambient autocast must not reach the products inside it. A tangent

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .chunked import Gradients, Head, row_slices
-from .library import NEEDS, backward_fake, guarded, lib, refuse_second_order
+from .library import NEEDS, backward_fake, differentiable, implement, lib, refuse_second_order
 
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias, float scale, bool log"
 # Of the size of a chunk of logits, while it is worked on.
@@ -96,20 +96,12 @@ def linear_softmax_backward_chunked(
 
 # --- the op ---------------------------------------------------------------------------------------------------
 
-for _name, _schema, _implementation in (
-    (
-        "linear_softmax",
-        f"({_OPERANDS}, ScalarType dtype, *, str transform='', int memory=0) -> Tensor",
-        linear_softmax_chunked,
-    ),
-    (
-        "linear_softmax_backward",
-        f"({_OPERANDS}, Tensor out, Tensor g, {NEEDS}, *, str transform='', int memory=0) -> (Tensor, Tensor, Tensor)",
-        linear_softmax_backward_chunked,
-    ),
+for _schema in (
+    f"linear_softmax({_OPERANDS}, ScalarType dtype, *, str transform='', int memory=0) -> Tensor",
+    f"linear_softmax_backward({_OPERANDS}, Tensor out, Tensor g, {NEEDS}, *, str transform='', int memory=0)"
+    " -> (Tensor, Tensor, Tensor)",
 ):
-    lib.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    lib.impl(_name, guarded(_name, "cpu", _implementation), "CPU")
+    lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 linear_softmax = torch.ops.fxfuse.linear_softmax.default
 linear_softmax_backward = torch.ops.fxfuse.linear_softmax_backward.default
@@ -139,4 +131,6 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None, None
 
 
-torch.library.register_autograd("fxfuse::linear_softmax", _backward, setup_context=_setup, lib=lib)
+differentiable(linear_softmax, _backward, _setup)
+implement(linear_softmax, "cpu", linear_softmax_chunked)
+implement(linear_softmax_backward, "cpu", linear_softmax_backward_chunked)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .chunked import Head, exponentiate, row_slices
 from .contract import acc_dtype
-from .library import guarded, lib, refuse_second_order
+from .library import differentiable, implement, lib, refuse_second_order
 
 # Of logits on a GPU, which smaller chunks would not fill.
 _GPU_CHUNK_BYTES = 256 << 20
@@ -65,8 +65,6 @@ lib.define(
     " str transform='', int memory=0) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-lib.impl("linear_topk", guarded("linear_topk", "cpu", linear_topk_chunked), "CPU")
-lib.impl("linear_topk", guarded("linear_topk", "cuda", linear_topk_chunked), "CUDA")
 
 linear_topk = torch.ops.fxfuse.linear_topk.default
 
@@ -102,4 +100,6 @@ def _backward(ctx: Any, g_values: Tensor | None, _: None, g_lse: Tensor | None, 
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
 
 
-torch.library.register_autograd("fxfuse::linear_topk", _backward, setup_context=_setup, lib=lib)
+differentiable(linear_topk, _backward, _setup)
+implement(linear_topk, "cpu", linear_topk_chunked)
+implement(linear_topk, "cuda", linear_topk_chunked)
