@@ -7,8 +7,10 @@ put in (``lazy``), or what an operator returns of it waits as well.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -148,11 +150,11 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
         return written
     if written is not None or kwargs.get("device") not in (None, first.device):
         raise NotDeferred
+    is_view = any(result.alias_info is not None for result in func._schema.returns)
     try:
-        out = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+        out = (_on_meta if is_view else _remembered_on_meta)(func, args, kwargs)
     except Exception as error:
         raise NotDeferred from error  # a shape that depends on values, or a wrong call, as eager shall say
-    is_view = any(result.alias_info is not None for result in func._schema.returns)
     if is_view and isinstance(out, Tensor) and not have_one_memory(out, first._deferred.meta):
         is_view, func, args = False, _anew, (func, *args)  # as ``contiguous`` under inference_mode
     if not is_view and any(tensor._deferred.memory.one for tensor in deferred):
@@ -170,6 +172,55 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
         parts = enumerate(out)
         return type(out)(wrap(m, _part_of(i, *thunk)) if isinstance(m, Tensor) else m for i, m in parts)
     return wrap(out, thunk) if isinstance(out, Tensor) else out
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+
+
+def _remembered_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same, of what returns no view: new tensors, which look as they did after an equal call.
+
+    To find that out takes PyTorch up to a millisecond, as it does so in Python.
+    """
+    try:
+        looks = _results(func, torch.get_default_dtype(), _look(args), _look(tuple(kwargs.items())))
+    except TypeError:  # what cannot be hashed, or a wrong call
+        return _on_meta(func, args, kwargs)
+    return tree_map_only(_Look, _Look.tensor, looks)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """All of a tensor that another's shape, strides and dtype may depend on."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+def _look(value: Any) -> Any:
+    """What stands for an argument, equal for arguments that results cannot tell apart."""
+    if isinstance(value, Tensor):
+        return _Look(tuple(value.shape), value.stride(), value.dtype)
+    # By their types, as 1, 1.0 and True are equal.
+    return type(value), tuple(map(_look, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _argument(look: Any) -> Any:
+    """An argument that ``look`` may stand for."""
+    if isinstance(look, _Look):
+        return look.tensor()
+    kind, value = look
+    return kind(map(_argument, value)) if issubclass(kind, (tuple, list)) else value
+
+
+@functools.lru_cache(maxsize=1024)
+def _results(func: Any, default_dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(Tensor, _look, func(*_argument(args), **dict(_argument(kwargs))))
 
 
 def _anew(func: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -26,10 +26,11 @@ from helpers import LargestTensor, compiled, dense_reads, new_sites
 from programs import BATCH, HIDDEN, TIME, VOCAB, DeferredWorld, World, ce
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import lazy, operands, passes, reading
+from fxfuse import lazy, lazy_tensor, operands, passes, reading
 from fxfuse.deferred import DeferredLogits
 from fxfuse.report.records import journal
 
@@ -2452,3 +2453,38 @@ def test_what_is_made_of_expanded_logits_is_laid_out_as_eager_s(expand: Callable
     for ours, theirs in zip(*results, strict=True):
         assert ours.stride() == theirs.stride()
         torch.testing.assert_close(ours + 0, theirs + 0)
+
+
+# --- what operators return of them ----------------------------------------------------------------------------
+
+
+def test_shapes_are_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And told apart by all that they depend on: shapes, strides, dtypes, numbers and their types."""
+    aten, z = torch.ops.aten, torch.empty(3, 5, dtype=torch.bfloat16, device="meta")
+    whole = torch.empty(3, 5, dtype=torch.int64, device="meta")
+    calls = [
+        (aten._log_softmax.default, (z, -1, False), {}),
+        (aten._log_softmax.default, (z.t(), -1, False), {}),
+        (aten._log_softmax.default, (z[:2], -1, False), {}),
+        (aten._log_softmax.default, (z.float(), -1, False), {}),
+        (aten.add.Scalar, (whole, 1), {}),
+        (aten.add.Scalar, (whole, 1.0), {}),
+        (aten.sum.dim_IntList, (z, [0]), {}),
+        (aten.sum.dim_IntList, (z, [0], True), {}),
+        (aten.sum.dim_IntList, (z, [0]), {"dtype": torch.float64}),
+        (aten.topk.default, (z, 2), {}),
+        (aten.cat.default, ([z, z.float()], 1), {}),
+    ]
+    lazy_tensor._results.cache_clear()
+    for call in calls * 2:
+        found, wanted = lazy_tensor._remembered_on_meta(*call), lazy_tensor._on_meta(*call)
+        for a, b in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+            assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device), call
+    assert lazy_tensor._results.cache_info()[:2] == (len(calls), len(calls))  # hits, misses
+    for wrong in ("none", {}):  # which cannot be hashed
+        with pytest.raises(RuntimeError):
+            lazy_tensor._remembered_on_meta(aten.sum.default, (z, wrong), {})
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    before = lazy_tensor._results.cache_info().misses
+    lazy_tensor._remembered_on_meta(*calls[0])
+    assert lazy_tensor._results.cache_info().misses == before + 1

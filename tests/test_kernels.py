@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from fxfuse import compat
 from fxfuse.kernels import tiles
 from fxfuse.ops import cuda, reference
-from fxfuse.ops.contract import Operands
+from fxfuse.ops.contract import Coefficients, Operands
 from fxfuse.transform import apply, decode
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -1162,15 +1162,21 @@ def lists_of_rows() -> None:
         call = cuda._Head.of(*p.operands, "").call()
         work = (p.g_lse != 0) | (p.g_picked != 0).any(1) | (p.g_class_sum != 0)
         assert (idle == 0) == bool(work.all()) and (idle > 1) == (not work.any())
-        up = cuda._Upstream(*p.upstream)
-        listed, made = call.listed_by_coefficients(up)
+        listed, made = call.listed_by_coefficients(Coefficients(*p.upstream))
         known = torch.where(p.index >= 0, p.g_picked, 0.0)
         assert torch.equal(made.picked, known)
         assert torch.allclose(made.lse, p.g_lse - known.sum(1), atol=1e-6)
-        for order, length in (listed, call.listed(up), call.listed_by_flags(work.view(torch.int8))):
+        for order, length in (
+            listed,
+            call.listed(cuda._Upstream(*p.upstream)),
+            call.listed_by_flags(work.view(torch.int8)),
+        ):
             want = work.nonzero()[:, 0]
             assert int(length) == len(want)
             assert torch.equal(order, F.pad(want, (0, rows - len(want))).int())
+        (order, length), made = call.listed_by_coefficients(Coefficients(None, *p.upstream[1:]))
+        want = ((known.sum(1) != 0) | (known != 0).any(1) | (p.g_class_sum != 0)).nonzero()[:, 0]
+        assert torch.equal(order[: int(length)], want.int()) and torch.allclose(made.lse, -known.sum(1), atol=1e-6)
 
 
 @case(routes=("described",))
@@ -1178,11 +1184,11 @@ def classes_of_rows() -> None:
     rows, vocab = 700, 90
     p = problem(rows, 16, vocab, torch.float16, idle=0.3)
     call = cuda._Head.of(*p.operands, "").call()
-    length = int(call.listed_by_coefficients(cuda._Upstream(*p.upstream))[0].length)
+    length = int(call.listed_by_coefficients(Coefficients(*p.upstream))[0].length)
     assert 2 * 128 < length < rows
     for most_ranked in (0, 8192):  # a sort of the library; one row with all others
         with mock.patch("fxfuse.kernels.hopper.launch.classes.MOST_RANKED", most_ranked):
-            cut = call.cut(call.listed_by_coefficients(cuda._Upstream(*p.upstream))[0], 256)
+            cut = call.cut(call.listed_by_coefficients(Coefficients(*p.upstream))[0], 256)
             found = call.classes(cut)
         chunks = -(-length // cut.most)
         step = -(-length // chunks // call.row_block) * call.row_block
