@@ -58,11 +58,16 @@ class _Seal:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0:
-        return tensor.detach()
-    step = max(tensor.shape[-1] - 1 if tensor.dim() > 1 else 1, -(-extent // _MOST_SAMPLES), 1)
-    return tensor.detach().as_strided((-(-extent // step),), (step,))
+    return tensor.detach().as_strided(*_where_sampled(tensor.shape, tensor.stride()))
+
+
+@functools.lru_cache(maxsize=256)
+def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int], tuple[int]]:
+    if 0 in shape:
+        return (0,), (1,)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    step = max(shape[-1] - 1 if len(shape) > 1 else 1, -(-extent // _MOST_SAMPLES), 1)
+    return (-(-extent // step),), (step,)
 
 
 def _bits(tensor: Tensor) -> Tensor:
