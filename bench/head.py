@@ -130,8 +130,8 @@ class Clock:
 
     def ratio(self, f: Callable[[], Any], base: Callable[[], Any], seconds: float = 0.1) -> tuple[float, float]:
         """(time of f over time of base, milliseconds of f), medians of turns of about so many seconds."""
-        f(), base()
-        # Not from the first call, which may have compiled.
+        for _ in range(3):  # the first may compile, and the second write down what later ones play (kernels.recorder)
+            f(), base()
         calls = [max(1, min(1000, int(seconds / max(self.once(g, 1), 1e-6)))) for g in (f, base)]
         turns = [(self.once(base, calls[1]), self.once(f, calls[0])) for _ in range(self.repeats)]
         bases, times = (statistics.median(column) for column in zip(*turns, strict=True))
@@ -139,7 +139,8 @@ class Clock:
 
     def host(self, f: Callable[[], Any], calls: int = 20) -> float:
         """Microseconds that the host takes for a call, the device being busy: the median of a few turns."""
-        f()
+        for _ in range(3):  # as above
+            f()
         turns = []
         for _ in range(self.repeats):
             self.sync()
