@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
@@ -71,11 +70,8 @@ def fxfuse(
     if all(site.status == "kept" for site in sites):
         run = inner(gm, example_inputs)
     else:
-        with contextlib.ExitStack() as around:
-            around.enter_context(compat.cache_key(fingerprint()))
-            around.enter_context(compat.recomputed(own.recompute))
-            if own.inner == "inductor":
-                around.enter_context(compat.replaced_in_inductor(ops.beneath_autograd))
+        compat.replace_in_inductor(inner, ops.beneath_autograd)
+        with compat.cache_key(fingerprint()), compat.recomputed(own.recompute):
             run = inner(gm, example_inputs)
     if escapes:
         assert isinstance(results, (tuple, list))

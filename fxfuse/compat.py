@@ -290,12 +290,14 @@ def recomputed(wanted: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def replaced_in_inductor(ops: Mapping[OpOverload, OpOverload]) -> Iterator[None]:
-    """Let Inductor compile other ops in place of these, once AOTAutograd is done with a graph.
+def replace_in_inductor(inner: Callable[..., Any], ops: Mapping[OpOverload, OpOverload]) -> None:
+    """Let ``inner``, if it is Inductor, compile other ops in place of these, once AOTAutograd is done with a graph.
 
-    A program that has set a pass for that moment keeps its own.
+    Also in backwards, which are compiled when they are first called. A program that has set a pass for that moment
+    keeps its own.
     """
+    if not isinstance(inner, torch._TorchCompileInductorWrapper):
+        return
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -308,9 +310,8 @@ def replaced_in_inductor(ops: Mapping[OpOverload, OpOverload]) -> Iterator[None]
         def uuid(self) -> str:
             return " ".join(f"{op} {other}" for op, other in ops.items())
 
-    own = {"post_grad_custom_post_pass": Replace()} if config.post_grad_custom_post_pass is None else {}
-    with config.patch(own):
-        yield
+    if config.post_grad_custom_post_pass is None:
+        inner.config.setdefault("post_grad_custom_post_pass", Replace())
 
 
 def inner_backend(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from programs import VOCAB, World, ce
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 import fxfuse
 from fxfuse import backend, compat
@@ -27,6 +28,19 @@ PACKAGE = Path(fxfuse.__file__).parent
 
 def loss(s: World) -> torch.Tensor:
     return ce(s.z, s.y)
+
+
+def log_probs(s: World) -> torch.Tensor:
+    return F.log_softmax(s.z, -1).gather(-1, s.y[..., None]).sum()
+
+
+def run_and_get_fw_bw_code(step: Any, s: World) -> tuple[torch.Tensor, list[str]]:
+    def run() -> torch.Tensor:
+        value = step(s)
+        value.backward()
+        return value
+
+    return run_and_get_code(run)
 
 
 def returned(s: World) -> Any:
@@ -126,7 +140,7 @@ def test_modes(mode: str, device: str) -> None:
 
 
 def test_inductor_compiles_ops_without_their_formulas_of_autograd(device: str) -> None:
-    """Those in which a graph of AOTAutograd has none any more; unless the program has a pass of its own there."""
+    """As a graph of AOTAutograd has no use for them; unless the program has a pass of its own there."""
 
     class Own(CustomGraphPass):
         graphs = 0
@@ -137,19 +151,24 @@ def test_inductor_compiles_ops_without_their_formulas_of_autograd(device: str) -
         def uuid(self) -> str:
             return "own"
 
-    def code(own: Own | None) -> str:
+    def code(program: Any = loss, everywhere: Own | None = None, **options: Any) -> str:
         torch._dynamo.reset()
         s = World.make(torch.float32, device)
-        step = torch.compile(loss, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})
-        with inductor_config.patch(force_disable_caches=True, post_grad_custom_post_pass=own):
-            value, sources = run_and_get_code(lambda: step(s))
-        torch.testing.assert_close(value, loss(s))
+        step = torch.compile(program, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0, **options})
+        with inductor_config.patch(force_disable_caches=True, post_grad_custom_post_pass=everywhere):
+            value, sources = run_and_get_fw_bw_code(step, s)
+        torch.testing.assert_close(value, program(s))
         return "".join(sources)
 
-    without = code(None)
+    without = code()
     assert "fxfuse.linear_loss.beneath_autograd(" in without and "fxfuse.linear_loss.default(" not in without
-    own = Own()
-    assert "fxfuse.linear_loss.default(" in code(own) and own.graphs > 0
+    # What the backward computes again is compiled when that is first called.
+    without = code(lambda s: checkpoint(log_probs, s, use_reentrant=False))
+    assert without.count("= torch.ops.fxfuse.linear_stats.beneath_autograd(") == 2, without
+    assert "fxfuse.linear_stats.default(" not in without
+    own, its = Own(), Own()
+    assert "fxfuse.linear_loss.default(" in code(everywhere=own) and own.graphs > 0
+    assert "fxfuse.linear_loss.default(" in code(post_grad_custom_post_pass=its) and its.graphs > 0
 
 
 def test_the_cache_key_is_salted_only_where_something_was_fused(monkeypatch: pytest.MonkeyPatch) -> None:

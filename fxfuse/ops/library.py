@@ -23,7 +23,8 @@ def differentiable(op: OpOverload, backward: Any, setup: Any) -> None:
     """Register a formula, as ``torch.library.register_autograd`` does.
 
     PyTorch asks Python whether the formula is needed, and Python asks PyTorch for what is beneath it, which takes the
-    host longer than some kernels take. So there is the op without it too, for graphs in which it has been applied.
+    host longer than some kernels take. So there is the op without it too, for graphs in which it has been applied: it
+    is not for tensors that require gradients.
     """
     name, schema = op.name().removeprefix("fxfuse::"), str(op._schema)
     torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=lib)
