@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import compat, errors
 from .algebra import Head
 
-# One of every row of a vocabulary. Reading far apart is what they cost: microseconds on a GPU, 6 ns each on a CPU.
-_MOST_SAMPLES = 1 << 18
+# One for each class of a vocabulary. Reading far apart is what they cost: microseconds on a GPU, 6 ns each on a CPU.
+_MOST_SAMPLES = 1 << 19
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _unread: weakref.WeakSet[Operands] = weakref.WeakSet()
@@ -33,7 +34,7 @@ class _Seal:
     """What shows that a tensor was written to: its version, its address and a sample of its bits.
 
     Writes through ``.data`` or by another library leave the version as it is. The sample has an element of every row
-    (of up to 2^18, else of as many), and all columns in turn: it shows what changes rows or columns as a whole. Where
+    and of every column (of up to 2^19, else so many elements): it shows what changes rows or columns as a whole. Where
     there is a copy, that takes the place of the sample.
     """
 
@@ -63,10 +64,23 @@ def _sample(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int], tuple[int]]:
+    """Size and stride of the sample: every so many elements of the memory from the first to the last.
+
+    A step that is prime to what lies between the beginnings of two rows comes upon every column in as many steps, and
+    upon every row if it is no longer than that.
+    """
     if 0 in shape:
         return (0,), (1,)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    step = max(shape[-1] - 1 if len(shape) > 1 else 1, -(-extent // _MOST_SAMPLES), 1)
+    _, *wider = sorted({stride for size, stride in zip(shape, strides, strict=True) if size > 1 and stride}) or [1]
+    row = wider[0] if wider else extent
+    step = max(min(row, extent // row), 1)
+    while math.gcd(step, row) > 1:
+        step -= 1
+    if step * _MOST_SAMPLES < extent:
+        step = -(-extent // _MOST_SAMPLES)
+        while math.gcd(step, row) > 1:
+            step += 1
     return (-(-extent // step),), (step,)
 
 

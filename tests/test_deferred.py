@@ -2488,3 +2488,64 @@ def test_shapes_are_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = lazy_tensor._results.cache_info().misses
     lazy_tensor._remembered_on_meta(*calls[0])
     assert lazy_tensor._results.cache_info().misses == before + 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((7,), (1,)),
+        ((7, 1), (1, 1)),
+        ((1, 7), (7, 1)),
+        ((200, 16), (16, 1)),
+        ((16, 200), (200, 1)),
+        ((200, 16), (1, 200)),
+        ((64, 640), (640, 1)),  # of which every 63rd, for every 64th is in the same columns
+        ((50, 50), (50, 1)),
+        ((12, 30), (36, 1)),
+        ((12, 30), (90, 3)),
+        ((4, 6, 10), (60, 10, 1)),
+        ((4, 6, 10), (0, 10, 1)),
+        ((3, 5000), (5000, 1)),
+    ],
+    ids=str,
+)
+def test_every_row_and_every_column_is_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    places = torch.arange(extent).as_strided(shape, strides)
+    size, stride = operands._where_sampled(shape, strides)
+    sampled = torch.isin(places, torch.arange(size[0]) * stride[0])
+    assert size[0] * stride[0] >= extent > (size[0] - 1) * stride[0]
+    for dim in {0, len(shape) - 1}:
+        assert bool(sampled.movedim(dim, 0).reshape(shape[dim], -1).any(1).all()), dim
+    assert size[0] <= max(2 * max(extent // max(shape), max(shape)), 8) * 3
+
+
+def test_samples_of_more_than_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "_MOST_SAMPLES", 100)
+    operands._where_sampled.cache_clear()
+    for shape in ((1000, 16), (16, 1000), (5000,)):
+        (size,), (stride,) = operands._where_sampled(shape, (*shape[1:], 1))
+        assert 80 <= size <= 100
+        columns = {k * stride % shape[-1] for k in range(size)}
+        assert len(columns) == min(size, shape[-1])
+    operands._where_sampled.cache_clear()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_class_that_is_overwritten_behind_autograds_back(transposed: bool) -> None:
+    class OfColumns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = (HIDDEN, 4000) if transposed else (4000, HIDDEN)
+            self.weight = torch.nn.Parameter(torch.randn(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.weight if transposed else self.weight.t())
+
+    model = OfColumns()
+    for banned in (0, 1, 1234, 3999):
+        z = compiled(model)(torch.randn(2, 3, HIDDEN))
+        model.weight.data.narrow(1 if transposed else 0, banned, 1).zero_()
+        with pytest.raises(RuntimeError, match="behind autograd"):
+            z.sum()
+        torch._dynamo.reset()
