@@ -70,7 +70,7 @@ def fxfuse(
     if all(site.status == "kept" for site in sites):
         run = inner(gm, example_inputs)
     else:
-        compat.replace_in_inductor(inner, ops.beneath_autograd)
+        compat.replace_in_inductor(inner, ops.beneath_autograd, fingerprint())
         with compat.cache_key(fingerprint()), compat.recomputed(own.recompute):
             run = inner(gm, example_inputs)
     if escapes:

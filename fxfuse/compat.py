@@ -290,11 +290,11 @@ def recomputed(wanted: bool) -> Iterator[None]:
         yield
 
 
-def replace_in_inductor(inner: Callable[..., Any], ops: Mapping[OpOverload, OpOverload]) -> None:
+def replace_in_inductor(inner: Callable[..., Any], ops: Mapping[OpOverload, OpOverload], tag: str) -> None:
     """Let ``inner``, if it is Inductor, compile other ops in place of these, once AOTAutograd is done with a graph.
 
-    Also in backwards, which are compiled when they are first called. A program that has set a pass for that moment
-    keeps its own.
+    Also in backwards, which are compiled when they are first called, when ``cache_key`` is over: ``tag`` is in the key
+    of Inductor's cache for all. A program that has set a pass for that moment keeps its own.
     """
     if not isinstance(inner, torch._TorchCompileInductorWrapper):
         return
@@ -308,7 +308,7 @@ def replace_in_inductor(inner: Callable[..., Any], ops: Mapping[OpOverload, OpOv
                     node.target = other
 
         def uuid(self) -> str:
-            return " ".join(f"{op} {other}" for op, other in ops.items())
+            return tag
 
     if config.post_grad_custom_post_pass is None:
         inner.config.setdefault("post_grad_custom_post_pass", Replace())
