@@ -16,7 +16,7 @@ from helpers import compiled, new_sites
 from programs import VOCAB, World, ce
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
@@ -32,15 +32,6 @@ def loss(s: World) -> torch.Tensor:
 
 def log_probs(s: World) -> torch.Tensor:
     return F.log_softmax(s.z, -1).gather(-1, s.y[..., None]).sum()
-
-
-def run_and_get_fw_bw_code(step: Any, s: World) -> tuple[torch.Tensor, list[str]]:
-    def run() -> torch.Tensor:
-        value = step(s)
-        value.backward()
-        return value
-
-    return run_and_get_code(run)
 
 
 def returned(s: World) -> Any:
@@ -156,7 +147,7 @@ def test_inductor_compiles_ops_without_their_formulas_of_autograd(device: str) -
         s = World.make(torch.float32, device)
         step = torch.compile(program, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0, **options})
         with inductor_config.patch(force_disable_caches=True, post_grad_custom_post_pass=everywhere):
-            value, sources = run_and_get_fw_bw_code(step, s)
+            value, sources = run_fw_bw_and_get_code(lambda: step(s))
         torch.testing.assert_close(value, program(s))
         return "".join(sources)
 
