@@ -249,9 +249,7 @@ def _origins_of(tensors: Iterable[LazyTensor]) -> tuple[Origin, ...]:
 def _meta(value: Any) -> Any:
     if isinstance(value, LazyTensor):
         return value._deferred.meta
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return value
+    return _look(value).tensor() if isinstance(value, Tensor) else value
 
 
 def become(tensor: LazyTensor, other: LazyTensor) -> None:
