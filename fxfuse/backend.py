@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from . import compat, errors, ops
+from . import compat, errors
 from .escape import first_reads, on_plain_tensors, restored
 from .graph import rewrite
+from .lowering import lower
 from .options import PREFIX, Options
 from .report import announce
 from .report.captured import captured
@@ -70,7 +71,7 @@ def fxfuse(
     if all(site.status == "kept" for site in sites):
         run = inner(gm, example_inputs)
     else:
-        compat.replace_in_inductor(inner, ops.beneath_autograd, fingerprint())
+        compat.change_in_inductor(inner, lower, fingerprint())
         with compat.cache_key(fingerprint()), compat.recomputed(own.recompute):
             run = inner(gm, example_inputs)
     if escapes:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -290,10 +290,10 @@ def recomputed(wanted: bool) -> Iterator[None]:
         yield
 
 
-def replace_in_inductor(inner: Callable[..., Any], ops: Mapping[OpOverload, OpOverload], tag: str) -> None:
-    """Let ``inner``, if it is Inductor, compile other ops in place of these, once AOTAutograd is done with a graph.
+def change_in_inductor(inner: Callable[..., Any], change: Callable[[Graph, set[Node]], None], tag: str) -> None:
+    """Let ``inner``, if it is Inductor, ``change`` each graph that AOTAutograd is done with; see also ``_writable``.
 
-    Also in backwards, which are compiled when they are first called, when ``cache_key`` is over: ``tag`` is in the key
+    Also backwards, which are compiled when they are first called, when ``cache_key`` is over: ``tag`` is in the key
     of Inductor's cache for all. A program that has set a pass for that moment keeps its own.
     """
     if not isinstance(inner, torch._TorchCompileInductorWrapper):
@@ -301,17 +301,30 @@ def replace_in_inductor(inner: Callable[..., Any], ops: Mapping[OpOverload, OpOv
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Replace(CustomGraphPass):
+    class Change(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            for op, other in ops.items():
-                for node in graph.find_nodes(op="call_function", target=op):
-                    node.target = other
+            change(graph, _writable(graph))
 
         def uuid(self) -> str:
             return tag
 
     if config.post_grad_custom_post_pass is None:
-        inner.config.setdefault("post_grad_custom_post_pass", Replace())
+        inner.config.setdefault("post_grad_custom_post_pass", Change())
+
+
+def _writable(graph: Graph) -> set[Node]:
+    """Inputs that Inductor may write to: AOTAutograd saved them for this backward alone, and runs it but once.
+
+    None where CUDA graphs are wanted, as Inductor makes none of what writes to an input.
+    """
+    from torch._functorch._aot_autograd.utils import _is_tangent
+    from torch._inductor import config
+    from torch._inductor.utils import get_donated_idxs
+
+    inputs = list(graph.find_nodes(op="placeholder"))
+    if config.triton.cudagraphs or not any(map(_is_tangent, inputs)):
+        return set()
+    return {inputs[at] for at in get_donated_idxs() or ()}
 
 
 def inner_backend(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers import compiled, new_sites
 from programs import VOCAB, World, ce
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_fw_bw_and_get_code
@@ -160,6 +161,44 @@ def test_inductor_compiles_ops_without_their_formulas_of_autograd(device: str) -
     own, its = Own(), Own()
     assert "fxfuse.linear_loss.default(" in code(everywhere=own) and own.graphs > 0
     assert "fxfuse.linear_loss.default(" in code(post_grad_custom_post_pass=its) and its.graphs > 0
+
+
+def test_gradients_are_scaled_where_they_are(device: str) -> None:
+    """Those that are a backward's results, which may write to them; where more is done to one, that is fused."""
+
+    def scaled(program: Any, factor: float = 1.0, graphs: bool = False, donated: bool = True) -> int:
+        torch._dynamo.reset()
+        s = World.make(torch.float32, device)
+        options = {"fxfuse.min_logits_bytes": 0, "triton.cudagraphs": graphs}
+        step = torch.compile(program, backend="fxfuse", dynamic=False, options=options)
+        with inductor_config.patch(force_disable_caches=True), functorch_config.patch(donated_buffer=donated):
+            _, (*_, backward) = run_fw_bw_and_get_code(lambda: step(s) * factor)
+            first = [leaf.grad for leaf in s.leaves()]
+            for leaf in s.leaves():
+                leaf.grad = None
+            value = step(s)
+            for kept in (False,) if donated else (True, False):  # the last adds to what the first gave
+                (value * factor).backward(retain_graph=kept)
+        e = World.make(torch.float32, device)
+        (program(e) * factor).backward()
+        for leaf, other, gradient in zip(s.leaves(), e.leaves(), first, strict=True):
+            torch.testing.assert_close(gradient, other.grad)
+            if gradient is not None:
+                torch.testing.assert_close(leaf.grad, other.grad * (1 if donated else 2))
+        assert "fxfuse.scaled." not in backward
+        return backward.count("fxfuse.scale_.default(")
+
+    def with_bias(s: World) -> torch.Tensor:
+        return ce(F.linear(s.x.sin(), s.w, s.b), s.y)
+
+    def tied(s: World) -> torch.Tensor:
+        return ce(F.linear(s.x, s.w), s.y) + s.w.square().sum()
+
+    assert scaled(loss) == 1
+    assert scaled(with_bias, 3.0) == 2
+    assert scaled(tied, 3.0) == 0
+    assert scaled(loss, 3.0, donated=False) == 0  # a program may keep the graph for another backward then
+    assert scaled(loss, 3.0, graphs=True) == 0  # Inductor makes none of what writes to its inputs
 
 
 def test_the_cache_key_is_salted_only_where_something_was_fused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1226,6 +1226,23 @@ def clean_indices() -> None:
 interpreted, test_kernels = made_of(CASES, __file__)
 
 
+@case(each_dtype=True, routes=("general",))
+def scaled_gradients(dtype: torch.dtype) -> None:
+    from fxfuse.kernels import scale
+
+    for size in (0, 1, 4097, 1 << 22):  # the last goes around more than once
+        for factor in (1 / 3, 1.0, 0.0, float("inf"), float("nan")):
+            values = torch.randn(size, device=DEVICE).to(dtype)
+            by = torch.tensor(factor, device=DEVICE)
+            expected = (values.float() * by).to(dtype)
+            for _ in range(3):  # in steps, on a tape, from the tape
+                out, own = scale.scaled(values, by), values.clone()
+                scale.scale_(own, by)
+                for each in (out, own):
+                    assert torch.equal(each.nan_to_num(), expected.nan_to_num()), (size, factor)
+                    assert torch.equal(each.isnan(), expected.isnan()), (size, factor)
+
+
 def test_importing_the_ops_imports_neither_triton_nor_a_gpu() -> None:
     # torch itself may import Triton; what counts is that fxfuse does not need it.
     code = (

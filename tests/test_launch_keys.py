@@ -23,6 +23,7 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from fxfuse.kernels import index as index_kernels  # noqa: E402
 from fxfuse.kernels import launcher, recorder, tiles  # noqa: E402
+from fxfuse.kernels import scale as scale_kernels  # noqa: E402
 from fxfuse.ops import cuda, hopper  # noqa: E402
 
 pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
@@ -75,10 +76,14 @@ def run_any(pick: random.Random) -> None:
     coefficients = pick.choice([None, upstream[0]]), *upstream[1:]
     need_input, need_weight, need_bias = (pick.random() < 0.7 for _ in range(3))
     needs = need_input, need_weight, need_bias and bias is not None
-    match pick.choice(["statistics", "backward", "loss", "exponentials", "stored", "index"]):
+    match pick.choice(["statistics", "backward", "loss", "exponentials", "stored", "index", "scaled"]):
         case "index":
             labels = meta(pick.choice([1, 16, 1500, 5000]), dtype=torch.int64, offset=pick.choice([0, 1]))
             index_kernels.clean(labels, pick.choice([vocab, 1 << 33]), pick.choice([None, -100, 1, 2**40]))
+        case "scaled":
+            values = meta(pick.choice([1, 16, 5000, 1 << 33]), dtype=dtype, offset=pick.choice([0, 1]))
+            scale_kernels.scaled(values, meta(offset=pick.choice([0, 1])))
+            scale_kernels.scale_(values, meta(offset=pick.choice([0, 1])))
         case "statistics":
             wanted = {"want_entropy": pick.random() < 0.4, "want_top": pick.random() < 0.4}
             cuda.linear_stats(*operands, g_class_sum is not None, pick.random() < 0.5, **wanted, transform=transform)
@@ -104,7 +109,7 @@ def test_equal_keys_are_equal_to_triton(takes_turns: bool, monkeypatch: pytest.M
     launches = Launches()
     machine = tiles.Machine("hopper", 132, takes_turns)
     monkeypatch.setattr(tiles, "machine", lambda device: machine)
-    for module in (launcher, index_kernels):
+    for module in (launcher, index_kernels, scale_kernels):
         monkeypatch.setattr(module, "launch", launches.launch)
     monkeypatch.setattr(recorder, "_tapes", {})
     monkeypatch.setattr(recorder, "MOST_STEPS", -1)  # nothing is put on tape

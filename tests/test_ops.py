@@ -820,6 +820,22 @@ def test_ops_without_their_formulas_of_autograd(op: torch._ops.OpOverload) -> No
     assert has(op.name(), "Autograd") and not has(beneath.name(), "Autograd")
 
 
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, -0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_gradient_is_scaled_by_all_digits_of_its_factor(device: str, dtype: torch.dtype, factor: float) -> None:
+    """PyTorch rounds the factor to the gradient's 16 bits on a GPU."""
+    wide = torch.promote_types(dtype, torch.float32)
+    by = torch.tensor(factor, device=device, dtype=wide)
+    rows = torch.randn(301, 77, device=device).to(dtype)
+    for gradient in (rows, rows.t(), rows[:, 1:], rows[:0]):
+        expected = (gradient.to(wide) * by).to(dtype)
+        scaled, own = ops.scaled(gradient, by), gradient.clone()
+        ops.scale_(own, by)
+        for each in (scaled, own):
+            assert each.stride() == own.stride()
+            torch.testing.assert_close(each, expected, rtol=0, atol=0, equal_nan=True)
+
+
 # --- check_index ----------------------------------------------------------------------------------------------
 
 

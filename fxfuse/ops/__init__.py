@@ -27,6 +27,8 @@ from .divergence import linear_divergence as linear_divergence
 from .divergence import linear_divergence_backward
 from .library import NEEDS, backward_fake, differentiable, gradients_fake, implement, lib, refuse_second_order
 from .library import beneath_autograd as beneath_autograd
+from .scaling import scale_ as scale_
+from .scaling import scaled as scaled
 from .softmax import linear_softmax as linear_softmax
 from .softmax import linear_softmax_backward
 from .topk import linear_topk as linear_topk
@@ -231,7 +233,7 @@ def _loss_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     g = _of_rows(g, c_lse, c_log_prob, c_class_sum)
     # Out of place: the saved gradients must survive for a second backward through a retained graph.
     grads = (
-        (saved * g).to(dtype) if need else None
+        scaled(saved, g).to(dtype) if need else None
         for saved, dtype, need in zip(made, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
     )
     return *grads, *(None,) * 9

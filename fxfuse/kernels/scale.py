@@ -1,0 +1,57 @@
+"""A tensor times a number that is on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiles
+from .launcher import launch
+from .recorder import replayed
+
+BLOCK = 4096
+PROGRAMS = 8  # a processor
+
+
+@triton.jit(do_not_specialize=["size", "programs"])
+def scale_kernel(
+    values,  # [size]
+    factor,  # [] float32
+    out,  # [size], which may be values
+    size,
+    programs,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    by = tl.load(factor)
+    if IN_PLACE and by == 1.0:
+        return
+    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), programs):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(values + at, mask=at < size).to(tl.float32)
+        tl.store(out + at, (value * by).to(out.dtype.element_ty), mask=at < size)
+
+
+def scaled(values: Tensor, factor: Tensor) -> Tensor:
+    """Contiguous ``values`` times ``factor [] float32``, multiplied in float32 and rounded once."""
+    out = torch.empty_like(values)
+    _scale(values, factor, out, False)
+    return out
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """The same where the values are, which are not touched if the factor is one."""
+    _scale(values, factor, values, True)
+
+
+@replayed
+def _scale(values: Tensor, factor: Tensor, out: Tensor, in_place: bool) -> None:
+    size, count = values.numel(), tiles.cdiv(values.numel(), BLOCK)
+    if not size:
+        return
+    programs = min(count, PROGRAMS * tiles.machine(values.device).processors)
+    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (values, factor, out))
+    signature = (values.device, values.dtype, aligned, size < 2**31)
+    launch(signature, scale_kernel, (programs,), values, factor, out, size, programs, IN_PLACE=in_place, BLOCK=BLOCK)
