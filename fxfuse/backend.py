@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from . import compat, errors
 from .escape import first_reads, on_plain_tensors, restored
 from .graph import rewrite
-from .lowering import lower
+from .lowering import keep_overwritten, lower
 from .options import PREFIX, Options
 from .report import announce
 from .report.captured import captured
@@ -71,8 +71,8 @@ def fxfuse(
     if all(site.status == "kept" for site in sites):
         run = inner(gm, example_inputs)
     else:
-        compat.change_in_inductor(inner, lower, fingerprint())
-        with compat.cache_key(fingerprint()), compat.recomputed(own.recompute):
+        keeps = compat.change_in_inductor(inner, keep_overwritten, lower, fingerprint())
+        with compat.cache_key(fingerprint()), compat.recomputed(own.recompute and keeps):
             run = inner(gm, example_inputs)
     if escapes:
         assert isinstance(results, (tuple, list))

@@ -290,26 +290,52 @@ def recomputed(wanted: bool) -> Iterator[None]:
         yield
 
 
-def change_in_inductor(inner: Callable[..., Any], change: Callable[[Graph, set[Node]], None], tag: str) -> None:
-    """Let ``inner``, if it is Inductor, ``change`` each graph that AOTAutograd is done with; see also ``_writable``.
+def change_in_inductor(
+    inner: Callable[..., Any],
+    before: Callable[[Graph], None],
+    after: Callable[[Graph, set[Node]], None],
+    tag: str,
+) -> bool:
+    """Let ``inner``, if it is Inductor, change the graphs of AOTAutograd.
 
-    Also backwards, which are compiled when they are first called, when ``cache_key`` is over: ``tag`` is in the key
-    of Inductor's cache for all. A program that has set a pass for that moment keeps its own.
+    ``before`` is called with a joint graph, before it is parted into a forward and a backward; ``after`` with each of
+    these, and with the inputs that it may write to (see ``_writable``). A program that has set passes for these moments
+    keeps its own. Backwards are compiled when they are first called, when ``cache_key`` is over: ``tag`` is in the key
+    of Inductor's cache for all.
+
+    Returns:
+        Whether ``before`` will be called.
     """
     if not isinstance(inner, torch._TorchCompileInductorWrapper):
-        return
+        return False
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Change(CustomGraphPass):
+    class Pass(CustomGraphPass):
+        def __init__(self, change: Callable[[Graph], None]) -> None:
+            self.change = change
+
         def __call__(self, graph: Graph) -> None:
-            change(graph, _writable(graph))
+            self.change(graph)
 
         def uuid(self) -> str:
             return tag
 
-    if config.post_grad_custom_post_pass is None:
-        inner.config.setdefault("post_grad_custom_post_pass", Change())
+    passes = {
+        "joint_custom_post_pass": Pass(before),
+        "post_grad_custom_post_pass": Pass(lambda graph: after(graph, _writable(graph))),
+    }
+    for name, ours in passes.items():
+        if getattr(config, name) is None:
+            inner.config.setdefault(name, ours)
+    return inner.config.get("joint_custom_post_pass") is passes["joint_custom_post_pass"]
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether this input of a joint graph or a backward is the gradient of a result."""
+    from torch._functorch._aot_autograd.utils import _is_tangent
+
+    return _is_tangent(node)
 
 
 def _writable(graph: Graph) -> set[Node]:
@@ -317,12 +343,11 @@ def _writable(graph: Graph) -> set[Node]:
 
     None where CUDA graphs are wanted, as Inductor makes none of what writes to an input.
     """
-    from torch._functorch._aot_autograd.utils import _is_tangent
     from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs
 
     inputs = list(graph.find_nodes(op="placeholder"))
-    if config.triton.cudagraphs or not any(map(_is_tangent, inputs)):
+    if config.triton.cudagraphs or not any(map(is_tangent, inputs)):
         return set()
     return {inputs[at] for at in get_donated_idxs() or ()}
 

@@ -22,8 +22,8 @@ class Options:
         memory: bytes that the buffers for gradients should take, beside the gradients: these are then made in the
             backward, in four products instead of three. 0 for what is fastest. See README.
         defer_logits: return logits that leave a graph as ``DeferredLogits``, which are computed when they are read.
-        recompute: where a head is fused, let the backward compute again what it needs for a product and what takes a
-            pass over memory (an activation function, a norm), where Inductor alone would keep it.
+        recompute: where a head is fused, let Inductor's backward compute again what it needs for a product and what
+            takes a pass over memory (an activation function, a norm), where Inductor alone would keep it.
         strict: raise ``FxfuseError`` where a head is kept dense for a reason that the user can mend.
     """
 

@@ -23,7 +23,7 @@ def _everything(program: Callable[[World], Any], world: World) -> list[Tensor]:
     differentiable = [out for out in outs if out.requires_grad]
     grads: tuple[Tensor | None, ...] = ()
     if differentiable:
-        upstream = [torch.linspace(0.5, 1.5, o.numel(), device=o.device).view(o.shape).to(o) for o in differentiable]
+        upstream = [torch.linspace(1 / 3, 1.5, o.numel(), device=o.device).view(o.shape).to(o) for o in differentiable]
         grads = torch.autograd.grad(differentiable, world.leaves(), upstream, allow_unused=True)
     values = [out.detach() for out in outs] + [g for g in grads if g is not None]
     return [value.double() for value in values if value.is_floating_point()]
