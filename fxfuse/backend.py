@@ -16,8 +16,9 @@ from torch.fx import GraphModule
 from . import compat, errors
 from .escape import first_reads, on_plain_tensors, restored
 from .graph import rewrite
-from .lowering import keep_overwritten, lower
+from .lowering import lower
 from .options import PREFIX, Options
+from .recompute import reads_copies
 from .report import announce
 from .report.captured import captured
 from .report.records import Watched, journal
@@ -71,8 +72,8 @@ def fxfuse(
     if all(site.status == "kept" for site in sites):
         run = inner(gm, example_inputs)
     else:
-        keeps = compat.change_in_inductor(inner, keep_overwritten, lower, fingerprint())
-        with compat.cache_key(fingerprint()), compat.recomputed(own.recompute and keeps):
+        compat.change_in_inductor(inner, lower, compat.is_nested(gm), fingerprint())
+        with compat.cache_key(fingerprint()), compat.recomputed(own.recompute and reads_copies(gm)):
             run = inner(gm, example_inputs)
     if escapes:
         assert isinstance(results, (tuple, list))

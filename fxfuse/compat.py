@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -290,52 +290,34 @@ def recomputed(wanted: bool) -> Iterator[None]:
         yield
 
 
+def is_nested(gm: GraphModule) -> bool:
+    """Whether there are graphs in a graph, which PyTorch compiles on their own."""
+    return any(isinstance(module, GraphModule) for module in gm.children())
+
+
 def change_in_inductor(
-    inner: Callable[..., Any],
-    before: Callable[[Graph], None],
-    after: Callable[[Graph, set[Node]], None],
-    tag: str,
-) -> bool:
-    """Let ``inner``, if it is Inductor, change the graphs of AOTAutograd.
+    inner: Callable[..., Any], change: Callable[[Graph, set[Node]], None], nested: bool, tag: str
+) -> None:
+    """Let ``inner``, if it is Inductor, ``change`` each graph that AOTAutograd is done with; see also ``_writable``.
 
-    ``before`` is called with a joint graph, before it is parted into a forward and a backward; ``after`` with each of
-    these, and with the inputs that it may write to (see ``_writable``). A program that has set passes for these moments
-    keeps its own. Backwards are compiled when they are first called, when ``cache_key`` is over: ``tag`` is in the key
-    of Inductor's cache for all.
-
-    Returns:
-        Whether ``before`` will be called.
+    Of ``nested`` graphs it is not known which inputs may be written to. Backwards are compiled when they are first
+    called, when ``cache_key`` is over: ``tag`` is in the key of Inductor's cache for all. A program that has set a pass
+    for that moment keeps its own.
     """
     if not isinstance(inner, torch._TorchCompileInductorWrapper):
-        return False
+        return
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Pass(CustomGraphPass):
-        def __init__(self, change: Callable[[Graph], None]) -> None:
-            self.change = change
-
+    class Change(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            self.change(graph)
+            change(graph, set() if nested else _writable(graph))
 
         def uuid(self) -> str:
             return tag
 
-    passes = {
-        "joint_custom_post_pass": Pass(before),
-        "post_grad_custom_post_pass": Pass(lambda graph: after(graph, _writable(graph))),
-    }
-    for name, ours in passes.items():
-        if getattr(config, name) is None:
-            inner.config.setdefault(name, ours)
-    return inner.config.get("joint_custom_post_pass") is passes["joint_custom_post_pass"]
-
-
-def is_tangent(node: Node) -> bool:
-    """Whether this input of a joint graph or a backward is the gradient of a result."""
-    from torch._functorch._aot_autograd.utils import _is_tangent
-
-    return _is_tangent(node)
+    if config.post_grad_custom_post_pass is None:
+        inner.config.setdefault("post_grad_custom_post_pass", Change())
 
 
 def _writable(graph: Graph) -> set[Node]:
@@ -343,11 +325,12 @@ def _writable(graph: Graph) -> set[Node]:
 
     None where CUDA graphs are wanted, as Inductor makes none of what writes to an input.
     """
+    from torch._functorch._aot_autograd.utils import _is_tangent
     from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs
 
     inputs = list(graph.find_nodes(op="placeholder"))
-    if config.triton.cudagraphs or not any(map(is_tangent, inputs)):
+    if config.triton.cudagraphs or not any(map(_is_tangent, inputs)):
         return set()
     return {inputs[at] for at in get_donated_idxs() or ()}
 

@@ -1,0 +1,50 @@
+"""Whether a backward may compute activations again: only from what is still what it was in the forward.
+
+PyTorch's partitioner, which chooses what is saved, takes all inputs of a graph for that. Eager, too, needs parameters
+as they were; but not a step counter or a running mean, which the forward or the caller may have written to by then.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import compat, ops
+from .mutation import storages, writes
+
+# Elements of an input that is copied for the backward; a graph with larger ones is left to Inductor.
+MOST_COPIED = 1 << 22
+
+
+def reads_copies(gm: GraphModule) -> bool:
+    """Let a Dynamo graph read its inputs, but for parameters, through copies, which are saved and not made again.
+
+    Returns:
+        False, and nothing is changed, where the graph writes to an input, or where one is large or has a gradient; and
+        where there are graphs in the graph, which are parted on their own.
+    """
+    inputs = {
+        n: value for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and (value := _value(n)) is not None
+    }
+    memory = set().union(*map(storages, inputs))
+    written = (argument for node in gm.graph.nodes for argument in writes(node).arguments)
+    if compat.is_nested(gm) or any(storages(argument) & memory for argument in written):
+        return False
+    copied = {node: value for node, value in inputs.items() if not isinstance(value, torch.nn.Parameter)}
+    if any(value.requires_grad or compat.hint(value.numel()) > MOST_COPIED for value in copied.values()):
+        return False
+    for node in copied:
+        readers = [user for user in node.users if user.op != "output"]
+        if readers:
+            with gm.graph.inserting_after(max(inputs)):
+                copy = gm.graph.call_function(ops.copied, (node,))
+            copy.meta = dict(node.meta)
+            for reader in readers:
+                reader.replace_input_with(node, copy)
+    gm.recompile()
+    return True
+
+
+def _value(node: Node) -> torch.Tensor | None:
+    value = node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None
