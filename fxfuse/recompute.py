@@ -20,23 +20,28 @@ def reads_copies(gm: GraphModule) -> bool:
     """Let a Dynamo graph read its inputs, but for parameters, through copies, which are saved and not made again.
 
     Returns:
-        False, and nothing is changed, where the graph writes to an input, or where one is large or has a gradient; and
-        where there are graphs in the graph, which are parted on their own.
+        False, and nothing is changed, where there is no backward, where the graph writes to an input or returns a view
+        of one, where one is large or has a gradient, and where there are graphs in the graph, which are parted on their
+        own.
     """
+    if not torch.is_grad_enabled() or compat.is_nested(gm):
+        return False
     inputs = {
         n: value for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and (value := _value(n)) is not None
     }
     memory = set().union(*map(storages, inputs))
-    written = (argument for node in gm.graph.nodes for argument in writes(node).arguments)
-    if compat.is_nested(gm) or any(storages(argument) & memory for argument in written):
+    written = [argument for node in gm.graph.nodes for argument in writes(node).arguments]
+    returned = [node for node in gm.graph.output_node().all_input_nodes if node not in inputs]
+    if any(storages(node) & memory for node in (*written, *returned)):
         return False
     copied = {node: value for node, value in inputs.items() if not isinstance(value, torch.nn.Parameter)}
     if any(value.requires_grad or compat.hint(value.numel()) > MOST_COPIED for value in copied.values()):
         return False
+    arguments = gm.graph.find_nodes(op="placeholder")
     for node in copied:
         readers = [user for user in node.users if user.op != "output"]
         if readers:
-            with gm.graph.inserting_after(max(inputs)):
+            with gm.graph.inserting_after(arguments[-1] if node.op == "placeholder" else node):
                 copy = gm.graph.call_function(ops.copied, (node,))
             copy.meta = dict(node.meta)
             for reader in readers:

@@ -249,6 +249,25 @@ def test_what_is_computed_again_is_of_inputs_as_they_were(writes: bool, between:
         torch.testing.assert_close(ours, eager)
 
 
+def test_a_view_of_an_input_that_is_returned_stays_one(device: str) -> None:
+    """And what the graph makes of constants of its own, which are inputs too, comes after them."""
+    w = torch.nn.Parameter(torch.randn(VOCAB, 4, device=device))
+    ids, x = torch.arange(6, device=device), torch.randn(6, 4, device=device)
+    constant = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)
+
+    @torch.compile(backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})
+    def program(x: torch.Tensor, returned: bool) -> Any:
+        h = x.sin() * x
+        loss = F.cross_entropy(F.linear(h + constant, w), ids)
+        return (loss, x[1:]) if returned else (loss, h)
+
+    for returned in (False, True):
+        loss, view = program(x, returned)
+        torch.testing.assert_close(loss, F.cross_entropy(F.linear(x.sin() * x + constant, w), ids))
+        loss.backward()
+    assert view.data_ptr() == x[1:].data_ptr()
+
+
 def test_a_head_beside_a_nested_graph(device: str) -> None:
     """Of which it is not known what its backward may write to."""
 
