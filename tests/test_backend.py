@@ -227,11 +227,11 @@ class Centred(torch.nn.Module):
         return F.cross_entropy(self.head(x + self.down(h)).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("between", ["nothing", "writes", "writes behind autograd's back"])
-@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize(
+    ("writes", "between"),
+    [(True, "nothing"), (False, "nothing"), (False, "writes"), (False, "writes behind autograd's back")],
+)
 def test_what_is_computed_again_is_of_inputs_as_they_were(writes: bool, between: str, device: str) -> None:
-    if writes and between != "nothing":
-        pytest.skip("Inductor alone needs the buffers then")
     runs = []
     for options in (None, {"fxfuse.min_logits_bytes": 0}):
         torch.manual_seed(0)
@@ -250,20 +250,18 @@ def test_what_is_computed_again_is_of_inputs_as_they_were(writes: bool, between:
 
 
 def test_a_view_of_an_input_that_is_returned_stays_one(device: str) -> None:
-    """And what the graph makes of constants of its own, which are inputs too, comes after them."""
     w = torch.nn.Parameter(torch.randn(VOCAB, 4, device=device))
     ids, x = torch.arange(6, device=device), torch.randn(6, 4, device=device)
-    constant = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)
 
     @torch.compile(backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})
     def program(x: torch.Tensor, returned: bool) -> Any:
         h = x.sin() * x
-        loss = F.cross_entropy(F.linear(h + constant, w), ids)
+        loss = F.cross_entropy(F.linear(h, w), ids)
         return (loss, x[1:]) if returned else (loss, h)
 
     for returned in (False, True):
         loss, view = program(x, returned)
-        torch.testing.assert_close(loss, F.cross_entropy(F.linear(x.sin() * x + constant, w), ids))
+        torch.testing.assert_close(loss, F.cross_entropy(F.linear(x.sin() * x, w), ids))
         loss.backward()
     assert view.data_ptr() == x[1:].data_ptr()
 

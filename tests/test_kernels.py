@@ -1220,12 +1220,6 @@ def clean_indices() -> None:
         assert torch.equal(clean(index, 7, ignore_index), want)  # test_errors has those that are no classes
 
 
-# --- pytest's side, and the interpreting process's ------------------------------------------------------------
-
-
-interpreted, test_kernels = made_of(CASES, __file__)
-
-
 @case(each_dtype=True, routes=("general",))
 def scaled_gradients(dtype: torch.dtype) -> None:
     from fxfuse.kernels import scale
@@ -1241,6 +1235,12 @@ def scaled_gradients(dtype: torch.dtype) -> None:
                 for each in (out, own):
                     assert torch.equal(each.nan_to_num(), expected.nan_to_num()), (size, factor)
                     assert torch.equal(each.isnan(), expected.isnan()), (size, factor)
+
+
+# --- pytest's side, and the interpreting process's ------------------------------------------------------------
+
+
+interpreted, test_kernels = made_of(CASES, __file__)
 
 
 def test_importing_the_ops_imports_neither_triton_nor_a_gpu() -> None:
