@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import compat, ops
-from .mutation import storages, writes
+from .mutation import called, storages, writes
 
 # Elements of an input that is copied for the backward; a graph with larger ones is left to Inductor.
 MOST_COPIED = 1 << 22
@@ -39,7 +39,8 @@ def reads_copies(gm: GraphModule) -> bool:
         return False
     arguments = gm.graph.find_nodes(op="placeholder")
     for node in copied:
-        readers = [user for user in node.users if user.op != "output"]
+        # Dynamo gives numbers as tensors whose values it knows; those of a copy it would not.
+        readers = [user for user in node.users if user.op != "output" and called(user) != "item"]
         if readers:
             with gm.graph.inserting_after(arguments[-1] if node.op == "placeholder" else node):
                 copy = gm.graph.call_function(ops.copied, (node,))

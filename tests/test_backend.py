@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import compiled, new_sites
-from programs import VOCAB, World, ce
+from programs import HIDDEN, VOCAB, World, ce
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -334,6 +334,34 @@ def test_activations_that_products_of_the_backward_read_are_recomputed(fuses: bo
     kept_without, value_without, grads_without = measured(recompute=False)
     assert (kept, kept_without) == (2 if fuses else 3, 3)
     torch.testing.assert_close((value, grads), (value_without, grads_without), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_numbers_of_a_module_that_is_compiled_for_all_sizes(inner: str) -> None:
+    """Dynamo gives them as tensors that a graph reads with ``item``, as it does epsilons of transformers' norms."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(HIDDEN, dtype=torch.float64)
+            self.eps = 0.125
+
+        def forward(self, s: World) -> torch.Tensor:
+            return ce(F.linear(self.norm(s.x) * (s.x.square().mean() + self.eps).rsqrt(), s.w), s.y)
+
+    torch._dynamo.reset()
+    s, model = World.make(), Model()
+    s.x.requires_grad_(False)  # else nothing is copied
+    leaves = [s.w, *model.parameters()]
+    expected = torch.autograd.grad(model(s), leaves)
+    value = torch.compile(
+        model,
+        backend="fxfuse",
+        dynamic=True,
+        fullgraph=True,
+        options={"fxfuse.inner": inner, "fxfuse.min_logits_bytes": 0},
+    )(s)
+    torch.testing.assert_close(torch.autograd.grad(value, leaves), expected)
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
