@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from . import compat, errors
+from .attention import leave_masks_out
 from .escape import first_reads, on_plain_tensors, restored
 from .graph import rewrite
 from .lowering import lower
@@ -61,7 +62,8 @@ def fxfuse(
         record = replace(captured(gm), enabled=own.enabled)
         watchers = [watcher() for watcher in journal.watchers]
         sites, escapes, apart = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), (), None)
-        record = journal.add(sites, record)
+        unmasked = leave_masks_out(gm) if own.enabled and own.causal_attention else ()
+        record = journal.add(sites, replace(record, unmasked=unmasked))
         if watchers:
             journal.watched[record.id] = Watched(watchers, mode, options or {})
         for site in sites:

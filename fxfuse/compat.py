@@ -295,6 +295,16 @@ def is_nested(gm: GraphModule) -> bool:
     return any(isinstance(module, GraphModule) for module in gm.children())
 
 
+def checkpointed_parts(gm: GraphModule) -> dict[Node, GraphModule]:
+    """The calls in a graph of parts that are checkpointed, each with that part."""
+    named = {
+        node: getattr(gm, str(node.args[0].target), None)
+        for node in gm.graph.nodes
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
+    }
+    return {node: body for node, body in named.items() if isinstance(body, GraphModule)}
+
+
 def change_in_inductor(
     inner: Callable[..., Any], change: Callable[[Graph, set[Node]], None], nested: bool, tag: str
 ) -> None:

@@ -346,11 +346,8 @@ def _elements(out: Tensor) -> int:
 def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, bool]]:
     """The module and the checkpointed bodies inside it, each with whether it is one."""
     yield gm, False
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
-            body = getattr(gm, str(node.args[0].target), None)
-            if isinstance(body, GraphModule):
-                yield from ((inner, True) for inner, _ in bodies(body))
+    for body in compat.checkpointed_parts(gm).values():
+        yield from ((inner, True) for inner, _ in bodies(body))
 
 
 class Rewritten(NamedTuple):

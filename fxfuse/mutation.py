@@ -76,6 +76,8 @@ def writes(node: Node) -> Writes:
         return Writes(node.all_input_nodes, certain=False)
     if node.target in _INPLACE_OPERATORS:
         return Writes(first)
+    if getattr(node.target, "__module__", None) == operator.add.__module__:  # and_ and not_ have a keyword's name
+        return Writes([])
     found = schemas(node.target)
     if found is not None:
         return Writes(node.all_input_nodes if any(schema.is_mutable for schema in found) else written)

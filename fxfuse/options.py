@@ -24,6 +24,8 @@ class Options:
         defer_logits: return logits that leave a graph as ``DeferredLogits``, which are computed when they are read.
         recompute: where a head is fused, let Inductor's backward compute again what it needs for a product and what
             takes a pass over memory (an activation function, a norm), where Inductor alone would keep it.
+        causal_attention: call ``scaled_dot_product_attention`` with ``is_causal=True`` where a graph makes a causal
+            mask itself, and without a mask that hides nothing.
         strict: raise ``FxfuseError`` where a head is kept dense for a reason that the user can mend.
     """
 
@@ -33,6 +35,7 @@ class Options:
     memory: int = 0
     defer_logits: bool = True
     recompute: bool = True
+    causal_attention: bool = True
     strict: bool = False
 
     @classmethod

@@ -40,6 +40,13 @@ def test_counters_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert counts["graphs"] == 2
     assert len(caplog.records) == 4  # without a head: for those who want to know more
 
+    def attention(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool).tril())
+
+    torch.compile(attention, backend="fxfuse", options=OPTIONS)(torch.randn(1, 2, 8, 8))
+    assert counts["attentions without a mask"] == 1
+    assert f"attention without its mask at {__file__}:" in caplog.records[-1].getMessage()
+
 
 @pytest.mark.parametrize(
     ("launcher", "setting"),

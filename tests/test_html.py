@@ -184,6 +184,14 @@ def test_drawings_that_could_not_be_made_are_left_out() -> None:
     assert Tags(page(REPORT, {}, "x.py")).tags["article"] == 3
 
 
+def test_attention_without_masks() -> None:
+    said = "is_causal in place of a causal mask, or of one that hides nothing: 2 attentions (train.py:7)."
+    unmasked = GraphRecord(3, unmasked=("train.py:7", "train.py:7"))
+    assert said in page(Report((*REPORT.graphs, unmasked)), {}, "x.py")
+    assert said in page(Report((unmasked, unmasked)), {}, "x.py")
+    assert "is_causal" not in page(REPORT, {}, "x.py")
+
+
 def test_a_page_without_heads() -> None:
     assert "No heads seen: nothing was compiled." in page(Report(), {}, "x.py")
     assert "No heads seen: 1 graph compiled, none" in page(Report((GraphRecord(0),)), {}, "x.py")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 
 from .. import compat
 from .records import GraphRecord, Kind, Report, Site
@@ -25,7 +26,7 @@ _SAID: dict[Kind, str] = {
 
 
 def graph(record: GraphRecord) -> None:
-    """Make known what became of the heads of a graph."""
+    """Make known what became of the heads of a graph, and of its attention."""
     counts = compat.counters()["fxfuse"]
     counts["graphs"] += 1
     if not record.sites:
@@ -36,6 +37,9 @@ def graph(record: GraphRecord) -> None:
         if site.reason is not None:
             counts[f"kept:{site.reason.code}"] += 1
             log.debug("graph %d: remedy: %s", record.id, site.reason.remedy)
+    for where, count in Counter(record.unmasked).items():
+        counts["attentions without a mask"] += count
+        log.info("graph %d: attention without its mask at %s, %d calls", record.id, where, count)
     compat.trace_artifact("fxfuse", lambda: json.dumps(Report((record,)).to_dict()))
 
 

@@ -17,7 +17,7 @@ from .heads import COMPUTED, Head, heads_of, totals
 from .layout import Layout, Placed, layout
 from .picture import Box, Drawing, Sketch
 from .records import GraphRecord, Report, Site, Status, Watched
-from .text import human_bytes, no_heads
+from .text import human_bytes, no_heads, without_masks
 
 # Of light and dark pages. A test holds every pair that is read against WCAG's contrast of 4.5.
 PALETTES = {
@@ -85,6 +85,7 @@ def page(report: Report, watched: Mapping[int, Watched], title: str) -> str:
         totals=sums,
         most=max((site.bytes_saved or 0 for site in report.sites), default=0),
         no_heads="" if report.sites else no_heads(report),
+        without_masks=without_masks(report) if report.sites else "",
         heads=[(head, _id(head.graph, head.index), _name(head.site)) for head in heads],
         graphs=[_graph(graph, watched, heads) for graph in report.graphs],
         fused_reads=[read for head in heads for read in head.fused_reads],

@@ -192,6 +192,7 @@ class GraphRecord:
         ending: why it ended; None where it is a part of a graph that was split, as ``DDPOptimizer`` does.
         losses: losses in it of what it was given, of which another graph may have made the logits.
         enabled: the option ``fxfuse.enabled``, without which no head is looked for.
+        unmasked: ``file.py:line`` of each attention that has ``is_causal``, or nothing, in place of its mask.
     """
 
     id: int
@@ -204,6 +205,7 @@ class GraphRecord:
     ending: Ending | None = None
     losses: tuple[Use, ...] = ()
     enabled: bool = True
+    unmasked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

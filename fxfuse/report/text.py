@@ -293,13 +293,25 @@ def _totals(report: Report, heads: Sequence[Head], width: int) -> str:
     if sums.computed:
         bytes_.append(f"{human_bytes(sums.computed)} deferred, and built at least in part")
     line = _filled(f"{_plural(sums.counts.total(), 'head')}: {parts}; {'; '.join(bytes_)}", "", width)
-    return "\n".join([line, *(_filled(said, "", width) for said in _not_searched(report))])
+    return "\n".join([line, *(_filled(said, "", width) for said in _beside(report))])
 
 
-def _not_searched(report: Report) -> Iterator[str]:
+def _beside(report: Report) -> Iterator[str]:
+    if said := without_masks(report):
+        yield said
     count = sum(not graph.enabled for graph in report.graphs)
     if count:
         yield f"None was looked for in {_plural(count, 'graph')}, compiled with fxfuse.enabled=False."
+
+
+def without_masks(report: Report) -> str:
+    """Where attention is called without its mask; empty if nowhere."""
+    places: Counter[str] = Counter()
+    for graph in report.graphs:
+        places |= Counter(graph.unmasked)  # once for all compilations
+    at = ", ".join(_short(where) for where in places if where)
+    calls = f"{_plural(places.total(), 'attention')}{f' ({at})' if at else ''}"
+    return f"is_causal in place of a causal mask, or of one that hides nothing: {calls}." if places else ""
 
 
 def no_heads(report: Report) -> str:
@@ -308,7 +320,7 @@ def no_heads(report: Report) -> str:
         return "No heads seen: nothing was compiled."
     searched = sum(graph.enabled for graph in report.graphs)
     none = f": {_plural(searched, 'graph')} compiled, none with a projection to a vocabulary that fxfuse recognises."
-    return " ".join([f"No heads seen{none if searched else '.'}", *_not_searched(report)])
+    return " ".join([f"No heads seen{none if searched else '.'}", *_beside(report)])
 
 
 def _plural(count: int, noun: str) -> str:
