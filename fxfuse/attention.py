@@ -398,6 +398,12 @@ def _sliced(held: Held, example: Tensor, out: Tensor, index: tuple[Any, ...]) ->
     return held.moved(target.__getitem__)
 
 
+def _spellings(name: str) -> tuple[Any, ...]:
+    """An operator of Python, the method that torch 2.11 has for some, and a function and a method of that name."""
+    own = (getattr(torch, name), name) if hasattr(torch, name) else ()
+    return getattr(operator, name), f"__{name.removesuffix('_')}__", *own
+
+
 _SAME = ("to", "bool", "long", "int", "type", "contiguous", "clone", "expand", "expand_as", torch.clone)
 _MAKERS: dict[Any, Callable[..., Held | None]] = {
     torch.arange: _arange,
@@ -408,21 +414,23 @@ _MAKERS: dict[Any, Callable[..., Held | None]] = {
     **dict.fromkeys((torch.cumsum, "cumsum"), _cumsum),
     **dict.fromkeys((torch.tril, "tril"), functools.partial(_triangle, 1)),
     **dict.fromkeys((torch.triu, "triu"), functools.partial(_triangle, -1)),
-    **dict.fromkeys((operator.and_, torch.logical_and, "logical_and", torch.bitwise_and), _and),
-    **dict.fromkeys((operator.invert, torch.logical_not, "logical_not", torch.bitwise_not), _not),
+    **dict.fromkeys((torch.logical_and, "logical_and", torch.bitwise_and), _and),
+    **dict.fromkeys((torch.logical_not, "logical_not", torch.bitwise_not), _not),
     operator.getitem: _getitem,
     **{
         spelling: make
-        for make, *spellings in (
-            (functools.partial(_sum, 1), operator.add, torch.add, "add"),
-            (functools.partial(_sum, -1), operator.sub, torch.sub, "sub"),
-            (functools.partial(_compared, 0, 1), operator.le, torch.le, "le"),
-            (functools.partial(_compared, 1, 1), operator.lt, torch.lt, "lt"),
-            (functools.partial(_compared, 0, -1), operator.ge, torch.ge, "ge"),
-            (functools.partial(_compared, 1, -1), operator.gt, torch.gt, "gt"),
-            (functools.partial(_equal, False), operator.eq, torch.eq, "eq"),
-            (functools.partial(_equal, True), operator.ne, torch.ne, "ne"),
+        for name, make in (
+            ("and_", _and),
+            ("invert", _not),
+            ("add", functools.partial(_sum, 1)),
+            ("sub", functools.partial(_sum, -1)),
+            ("le", functools.partial(_compared, 0, 1)),
+            ("lt", functools.partial(_compared, 1, 1)),
+            ("ge", functools.partial(_compared, 0, -1)),
+            ("gt", functools.partial(_compared, 1, -1)),
+            ("eq", functools.partial(_equal, False)),
+            ("ne", functools.partial(_equal, True)),
         )
-        for spelling in spellings
+        for spelling in _spellings(name)
     },
 }
