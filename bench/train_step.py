@@ -90,6 +90,9 @@ IMPLEMENTATIONS: dict[str, Callable[[torch.nn.Module], None]] = {
     "Liger-Kernel": liger,
     "Liger-Kernel + inductor": liger_compiled,
     "fxfuse": lambda model: model.compile(backend="fxfuse", dynamic=False),
+    "fxfuse, masks kept": lambda model: model.compile(
+        backend="fxfuse", dynamic=False, options={"fxfuse.causal_attention": False}
+    ),
 }
 
 

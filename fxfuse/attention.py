@@ -360,20 +360,24 @@ def _getitem(of: Of, node: Node, input: Any, index: Any) -> Held | None:
     if held is None or not isinstance(example, Tensor):
         return None
     if index and all(isinstance(one, Node) for one in index):
-        return _taken(of, input, index) if len(index) == example.dim() else None
+        return _taken(of, input, index)
     return _sliced(held, example, _example(node), index)
 
 
 def _taken(of: Of, input: Node, index: tuple[Node, ...]) -> Affine | None:
     """The entries at given indices, one for each axis."""
-    line = _numbers(of, input)
-    if line is None:
+    line, sizes = _numbers(of, input), _example(input).shape
+    if line is None or len(index) != len(sizes):
         return None
     found = Affine(line.const)
     for axis, one in enumerate(index, -len(index)):
-        places = _numbers(of, one) if getattr(_example(one), "dtype", None) == torch.int64 else None
+        example = _example(one)
+        places = _numbers(of, one) if isinstance(example, Tensor) and example.dtype == torch.int64 else None
         if places is None or places.const < 0 or any(slope < 0 for _, slope in places.slopes):
             return None  # an index below 0 counts from the end
+        last = places.const + sum(slope * (example.shape[along] - 1) for along, slope in places.slopes)
+        if not compat.is_less(last, sizes[axis]):
+            return None  # which raises an error
         found = found.plus(places, line.slope(axis))
     return found
 

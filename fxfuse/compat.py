@@ -34,6 +34,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) if isinstance(a, int) and isinstance(b, int) else bool(statically_known_true(a == b))
 
 
+def is_less(a: Any, b: Any) -> bool:
+    """Whether a size is less than another for certain, without adding a guard."""
+    return bool(statically_known_true(a < b))
+
+
 def hint(size: Any) -> int:
     """The size that a symbolic size had when the graph was captured (1 where it has none)."""
     if isinstance(size, int):

@@ -254,6 +254,13 @@ def test_lengths_that_differ_keep_their_mask() -> None:
     assert count(program, operands(7, keys=7)) == 1
 
 
+def test_an_index_that_is_out_of_range() -> None:
+    program = attended(lambda q: rows(q)[:, None] >= rows(q)[None][rows(q) - rows(q), rows(q) + 1] - 1)
+    for run in (program, compiled(program)):
+        with pytest.raises(IndexError, match="out of bounds"):
+            run(*operands())
+
+
 def test_dropout_keeps_its_mask() -> None:
     torch._dynamo.reset()
     before = len(journal.report().graphs)
