@@ -75,7 +75,7 @@ def logprobs(data: dict[str, Any], to: Path) -> None:
 
 
 def step(data: dict[str, Any], to: Path) -> None:
-    """Tokens a second and peak memory over the batch, and the largest batch of each implementation."""
+    """Tokens a second and peak memory over the batch, and the largest batch that fits, of which it is known."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6))
     names = list(dict.fromkeys(row["implementation"] for row in data["rows"]))
     for name in names:
@@ -84,15 +84,17 @@ def step(data: dict[str, Any], to: Path) -> None:
         look = {"marker": MARKERS[names.index(name) % len(MARKERS)], "color": COLOURS.get(name), "label": name}
         for axis, quantity, scale in ((axes[0], "tok/s", 1e-3), (axes[1], "GiB", 1)):
             axis.plot([row["batch"] for row in rows], [row[quantity] * scale for row in rows], **look)
-        most = max((row["batch"] for row in rows), default=0)
-        bar = axes[2].barh(name, most, color=axes[0].lines[-1].get_color())
-        axes[2].bar_label(bar, padding=3)
-    axes[0].set(xlabel="batch", ylabel="thousand tokens a second", ylim=(0, None))
-    axes[1].set(xlabel="batch", ylabel="peak memory, GiB", ylim=(0, None))
-    axes[2].set(xlabel="largest batch that ran")
+        if any(row["implementation"] == name and not isinstance(row["tok/s"], int) for row in data["rows"]):
+            most = max((row["batch"] for row in rows), default=0)
+            bar = axes[2].barh(name, most, color=axes[0].lines[-1].get_color())
+            axes[2].bar_label(bar, padding=3)
+    axes[0].set(xlabel="batch", ylabel="thousand tokens a second")
+    axes[1].set(xlabel="batch", ylabel="peak memory, GiB")
+    axes[2].set(xlabel="largest batch that fits")
     axes[2].invert_yaxis()
     axes[2].margins(x=0.15)
     for axis in axes[:2]:
+        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=9)
