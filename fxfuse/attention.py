@@ -80,6 +80,8 @@ def leave_masks_out(gm: GraphModule) -> tuple[str, ...]:
     Warns:
         FxfuseWarning: a graph that could not be analysed, and is as it was.
     """
+    if compat.forward_ad_active():  # which not every kernel has a formula for
+        return ()
     try:
         planned = list(_planned(gm, {}))
     except Exception as failure:
@@ -87,7 +89,7 @@ def leave_masks_out(gm: GraphModule) -> tuple[str, ...]:
         return ()
     for one in planned:
         one.attention.args, one.attention.kwargs = one.args, one.kwargs
-        _erase_unused(one.mask)
+        one.masks.erase(one.mask)
     for part in {id(one.gm): one.gm for one in planned}.values():
         compat.recompile(part)
     return tuple(location(one.attention) or "" for one in planned)
@@ -97,6 +99,7 @@ class _Planned(NamedTuple):
     """An attention, and what it is called with instead of its mask."""
 
     gm: GraphModule
+    masks: _Masks
     attention: Node
     mask: Node
     args: tuple[Node, ...]
@@ -116,7 +119,7 @@ def _planned(gm: GraphModule, given: Mapping[Node, Held]) -> Iterator[_Planned]:
     for node in attentions:
         call = masks.without(node)
         if call is not None:
-            yield _Planned(gm, node, *call)
+            yield _Planned(gm, masks, node, *call)
 
 
 # The arguments of ``F.scaled_dot_product_attention``, a builtin that does not tell them.
@@ -157,10 +160,11 @@ class _Masks:
         if not known or not isinstance(mask, Node) or not all(map(compat.is_plain, read)):
             return None
         held = self.of(mask) if not self._timeline.region[attention].levels else None
-        causal = held == CAUSAL and compat.same(read[0].shape[-2], read[1].shape[-2])
-        if _example(mask).dtype != torch.bool or not (held == ALWAYS or causal):
+        if held not in (CAUSAL, ALWAYS) or not _fits(_example(mask), *read):
             return None
-        return mask, (query, key, value), {**arguments, "is_causal": causal}
+        if held == CAUSAL and not compat.same(read[0].shape[-2], read[1].shape[-2]):
+            return None
+        return mask, (query, key, value), {**arguments, "is_causal": held == CAUSAL}
 
     def of(self, handle: Any) -> Held | None:
         """What a tensor or a number certainly is, until the graph ends; None if that is not known."""
@@ -187,6 +191,16 @@ class _Masks:
             return None
         return _stored(held, example)
 
+    def erase(self, mask: Node) -> None:
+        """Erase what nothing reads any more of what made ``mask``, and only made it."""
+        unused = [mask]
+        while unused:
+            node = unused.pop()
+            if node.op != "placeholder" and not node.users and self.of(node) is not None:
+                before = node.all_input_nodes
+                node.graph.erase_node(node)
+                unused += [one for one in before if one not in unused]
+
     def _is_written(self, node: Node) -> bool:
         writers = self._timeline.writers(node, before=self._end)
         return self._timeline.unplaced_write(node) or not self._harmless.issuperset(writers)
@@ -195,6 +209,15 @@ class _Masks:
 def _writes_to_arguments(body: GraphModule) -> bool:
     timeline = Timeline(body.graph)
     return any(map(timeline.is_written, body.graph.find_nodes(op="placeholder")))
+
+
+def _fits(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether eager takes this mask, with the kernels that it takes without: on a CPU those are for two axes or all."""
+    weights = (*query.shape[:-1], key.shape[-2])
+    axes = mask.dtype == torch.bool and mask.dim() in (2, query.dim()) and query.dim() == key.dim() == value.dim()
+    pairs = zip(reversed(mask.shape), reversed(weights), strict=False)
+    broadcasts = axes and all(compat.same(size, 1) or compat.same(size, other) for size, other in pairs)
+    return broadcasts and compat.same(key.shape[-2], value.shape[-2])
 
 
 # Tensors that are made of so many others are not looked into, so that Python's stack suffices.
@@ -239,17 +262,6 @@ def _example(handle: Any) -> Any:
     return handle.meta.get("example_value") if isinstance(handle, Node) else None
 
 
-def _erase_unused(mask: Node) -> None:
-    """Erase what nothing reads any more of what made ``mask``."""
-    unused = [mask]
-    while unused:
-        node = unused.pop()
-        if not node.users and called(node) in _MAKERS:
-            before = node.all_input_nodes
-            node.graph.erase_node(node)
-            unused += [one for one in before if one not in unused]
-
-
 # --- what nodes make --------------------------------------------------------------------------------------------
 # Each takes what its arguments hold, the node, and what the node is called with. An argument that it does not name, or
 # a value that it does not expect, is a form that is not known.
@@ -270,8 +282,13 @@ def _arange(of: Of, node: Node, *limits: Any, dtype: Any = None, device: Any = N
     return _affine(first, {-1: step}) if type(first) is type(step) is int else None
 
 
-def _ones(of: Of, node: Node, *size: Any, dtype: Any = None, device: Any = None) -> Held | None:
-    return ALWAYS
+def _filled(held: Held, of: Of, node: Node, *_: Any, dtype: Any = None, device: Any = None) -> Held | None:
+    """With zeros or with ones, in a size or in that of a tensor."""
+    return held
+
+
+def _full(of: Of, node: Node, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Held | None:
+    return of(fill_value) if type(fill_value) in (bool, int) else None
 
 
 def _same(of: Of, node: Node, input: Any, *_: Any, **__: Any) -> Held | None:
@@ -328,10 +345,18 @@ def _triangle(sign: int, of: Of, node: Node, input: Any, diagonal: Any = 0) -> H
     return Where(held.limits | {_affine(-sign * diagonal, {-1: sign, -2: -sign})})
 
 
-def _unsqueeze(of: Of, node: Node, input: Any, dim: Any) -> Held | None:
-    held, dims = of(input), _example(node).dim()
-    new = dim if dim < 0 else dim - dims
-    return held and held.moved(lambda axis: axis if axis > new else axis - 1)
+def _reshaped(of: Of, node: Node, input: Any, *_: Any, **__: Any) -> Held | None:
+    """The same axes, but for those of one."""
+    held, before, after = of(input), _axes(_example(input)), _axes(_example(node))
+    same = len(before) == len(after) and all(map(compat.same, before.values(), after.values()))
+    if held is None or not same or _example(input).dtype != _example(node).dtype:  # a view may read other numbers
+        return None
+    return held.moved(dict(zip(before, after, strict=True)).__getitem__)
+
+
+def _axes(example: Tensor) -> dict[int, Any]:
+    """The axes that are not of one, counted from the last, with their sizes."""
+    return {axis: size for axis, size in enumerate(example.shape, -example.dim()) if not compat.same(size, 1)}
 
 
 def _diff(of: Of, node: Node, input: Any, n: Any = 1, dim: Any = -1, prepend: Any = None) -> Held | None:
@@ -408,12 +433,15 @@ def _spellings(name: str) -> tuple[Any, ...]:
     return getattr(operator, name), f"__{name.removesuffix('_')}__", *own
 
 
+_RESHAPED = ("unsqueeze", "squeeze", "view", "reshape", "flatten")
 _SAME = ("to", "bool", "long", "int", "type", "contiguous", "clone", "expand", "expand_as", torch.clone)
 _MAKERS: dict[Any, Callable[..., Held | None]] = {
     torch.arange: _arange,
-    **dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), _ones),
+    **dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), functools.partial(_filled, ALWAYS)),
+    **dict.fromkeys((torch.zeros, torch.zeros_like, "new_zeros"), functools.partial(_filled, NEVER)),
+    **dict.fromkeys((torch.full, torch.full_like), _full),
     **dict.fromkeys(_SAME, _same),
-    **dict.fromkeys((torch.unsqueeze, "unsqueeze"), _unsqueeze),
+    **dict.fromkeys((*_RESHAPED, *(getattr(torch, name) for name in _RESHAPED if hasattr(torch, name))), _reshaped),
     **dict.fromkeys((torch.diff, "diff"), _diff),
     **dict.fromkeys((torch.cumsum, "cumsum"), _cumsum),
     **dict.fromkeys((torch.tril, "tril"), functools.partial(_triangle, 1)),

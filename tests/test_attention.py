@@ -38,6 +38,10 @@ def entries(held: Held, shape: torch.Size) -> Tensor:
 
 UNARY: list[tuple[Any, Callable[[random.Random], tuple[Any, ...]]]] = [
     ("unsqueeze", lambda r: (r.randint(-3, 2),)),
+    ("view", lambda r: (r.choice(((-1, 1), (1, -1), (1, 1, 4, 4), (4, 1, -1), (-1,), (2, -1))),)),
+    ("view", lambda r: (r.choice((torch.float64, torch.uint8, torch.int64)),)),
+    ("squeeze", lambda r: r.choice(((), (0,), (-1,)))),
+    ("flatten", lambda r: ()),
     ("diff", lambda r: (1, r.randint(-2, 1))),
     ("cumsum", lambda r: (r.randint(-2, 1),)),
     ("tril", lambda r: (r.randint(-2, 2),)),
@@ -154,6 +158,10 @@ CAUSAL: dict[str, Mask] = {
     "compared": lambda q: rows(q)[:, None] >= rows(q),
     "compared the other way": lambda q: ~(rows(q)[None, None, :, None] < rows(q)[None, None, None, :]),
     "differences": lambda q: rows(q)[None] - rows(q)[:, None] <= 0,
+    "in columns and rows": lambda q: (rows(q).view(-1, 1) >= rows(q).reshape(1, -1)).view(1, 1, *2 * q.shape[-2:-1]),
+    "full, and zeros": lambda q: (
+        torch.full(2 * q.shape[-2:-1], True).tril() & ~torch.zeros(q.shape[-2:-1], dtype=torch.bool)
+    ),
     "behind": lambda q: (rows(q) < rows(q).unsqueeze(-1) + 1)[None, None].contiguous(),
 }
 WINDOWS: dict[str, Mask] = {  # whose sizes have to be known
@@ -191,6 +199,7 @@ KEPT: dict[str, Mask] = {
     "of what was written to": written_before,
     "every second position": lambda q: 2 * rows(q)[:, None] >= rows(q),
     "from the end": lambda q: rows(q)[-rows(q) - 1] >= rows(q)[-rows(q) - 1][:, None],
+    "added": lambda q: torch.ones(q.shape[-2], q.shape[-2], dtype=q.dtype).tril(),
     "random": lambda q: torch.rand(q.shape[-2], q.shape[-2]).add(1).bool().tril(),
 }
 
@@ -295,7 +304,7 @@ def test_a_part_that_is_checkpointed() -> None:
 
 def test_a_part_that_writes_to_its_mask() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = CAUSAL["compared"](q) | False
+        mask = CAUSAL["compared"](q)
 
         def part(q: Tensor, mask: Tensor) -> Tensor:
             mask.logical_or_(mask.mT.clone())
@@ -307,6 +316,59 @@ def test_a_part_that_writes_to_its_mask() -> None:
     args = operands()
     expected = program(*args)
     torch.testing.assert_close(compiled(program)(*args), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_writes_beside_a_mask_is_not_erased() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+        made = torch.add(kept, 1, out=kept)
+        return F.scaled_dot_product_attention(q, k, v, torch.ones_like(made, dtype=torch.bool).tril())
+
+    torch._dynamo.reset()
+    kept = torch.zeros(LENGTH, LENGTH)
+    before = len(journal.report().graphs)
+    compiled(program)(*operands(), kept)
+    assert kept.sum() == LENGTH**2
+    assert sum(len(graph.unmasked) for graph in journal.report().graphs[before:]) == 1
+
+
+def test_what_made_a_mask_is_erased() -> None:
+    graphs: list[GraphModule] = []
+
+    def inner(gm: GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    torch._dynamo.register_backend(inner, name="seen_without_masks")
+    compiled(attended(as_transformers), inner="seen_without_masks")(*operands())
+    (gm,) = graphs
+    assert [node.name for node in gm.graph.nodes if node.op.startswith("call")] == ["scaled_dot_product_attention"]
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 1), (1, 1, 1), (1, 2)], ids=["more batches", "an axis more", "as many heads, of other ones"]
+)
+def test_a_mask_that_does_not_fit(shape: tuple[int, ...]) -> None:
+    """Eager does not take it, or has other kernels for it."""
+    program = attended(lambda q: CAUSAL["compared"](q).expand(*shape, -1, -1))
+    args = [torch.randn(1, HEADS, LENGTH, SIZE) for _ in range(3)]
+    for run in (program, compiled(program)):
+        with pytest.raises(Exception, match=r"shape|size|broadcast"):
+            run(*args)
+
+
+def test_a_mask_of_three_axes() -> None:
+    """For which eager has no fused kernel on a CPU, and so more derivatives."""
+    mask = attended(lambda q: CAUSAL["compared"](q)[None])
+    assert count(mask, operands()) == 0
+    assert count(mask, [one[0].detach().requires_grad_() for one in operands()]) == 1
+
+
+def test_values_of_another_length() -> None:
+    program, (q, k, v) = attended(CAUSAL["compared"]), operands()
+    for run in (program, compiled(program)):
+        with pytest.raises(Exception, match=r"shape|size"):
+            run(q, k, v[..., 1:, :])
 
 
 def test_a_failure_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
