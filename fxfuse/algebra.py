@@ -16,6 +16,15 @@ import torch
 from .replay import ClassOp, Emit, Handle, RowOp, RowShift
 from .transform import Transform
 
+Copied = TypeVar("Copied")
+
+
+def quickly_replace(made_of: Copied, **fields: Any) -> Copied:
+    """``dataclasses.replace`` in a quarter of its time, for what is made each time logits wait."""
+    made = object.__new__(type(made_of))
+    made.__dict__.update(made_of.__dict__, **fields)
+    return made
+
 
 @dataclass(frozen=True, eq=False)
 class Head:
@@ -47,10 +56,8 @@ class Head:
     filled: Handle | None = None
 
     def of(self, **operands: Handle | None) -> Head:
-        """The same with other operands, in a quarter of the time of ``replace``: one is made each time logits wait."""
-        made = object.__new__(Head)
-        made.__dict__.update(self.__dict__, **operands)
-        return made
+        """The same with other operands."""
+        return quickly_replace(self, **operands)
 
     def shares_classes_with(self, other: Head) -> bool:
         """Whether it is the same projection, perhaps of other hidden states."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .algebra import Head, Logits
+from .algebra import Head, Logits, quickly_replace
 from .deferred import DeferredLogits, describe
 from .eager import dense, pull_back
 from .lazy import Origin, State
@@ -30,11 +30,9 @@ class _Projection(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        value: Logits,
-        strides: tuple[int, ...] | None,
-        origin: Origin,
-        trained: Trained,
+        given: tuple[Logits, tuple[int, ...] | None, Origin, Trained],  # one argument: each takes time
     ) -> DeferredLogits:
+        value, strides, origin, trained = given
         # What eager's linear keeps: either operand for the other's gradient. A transform's slope needs the logits.
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         needs_all = bool(value.transform)
@@ -51,10 +49,10 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
-            return (None,) * 7
+            return (None,) * 4
         input, weight, bias = ctx.saved_tensors
         head = ctx.value.head.of(input=input, weight=weight, bias=bias)
-        return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), *(None,) * 4
+        return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), None
 
 
 def _made(value: Logits, strides: tuple[int, ...] | None, origin: Origin, device: torch.device) -> DeferredLogits:
@@ -112,10 +110,10 @@ def defer(
         if value.requires_grad:
             trained = Trained(head)
             operands.trained_by(trained)
-            made = _Projection.apply(head.input, head.weight, head.bias, value, strides, origin, trained)
+            made = _Projection.apply(head.input, head.weight, head.bias, (value, strides, origin, trained))
         else:
             made = _made(value, strides, origin, head.input.device)
     with torch._C.DisableTorchFunctionSubclass():
-        describe(made, replace(value, head=operands.head, requires_grad=made.requires_grad))
+        describe(made, quickly_replace(value, head=operands.head, requires_grad=made.requires_grad))
         operands.are_of(size, made._deferred.memory.owner)
     return made

@@ -151,7 +151,6 @@ class Origin:
         log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
             selected and scaled by.
         way: how the output came to be, for the report; None where that is not known.
-        normalisers: what was read that normalises rows.
         used: of these, those that were taken for that: they may die, and their hooks live on.
         given: entries that fused ops have returned.
     """
@@ -166,9 +165,15 @@ class Origin:
     lock: Any = field(default_factory=threading.RLock)
     log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
     way: Way | None = None
-    normalisers: Any = field(default_factory=WeakTensorKeyDictionary)
     used: list[tuple[_Normaliser, Tensor]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
+
+    # Most logits are never read, and what only reading needs takes time to make.
+
+    @functools.cached_property
+    def normalisers(self) -> Any:
+        """What was read that normalises rows."""
+        return WeakTensorKeyDictionary()
 
     def note(self, given: Iterable[Given]) -> None:
         """Remember entries, of so many reads, that a long life does not fill the memory."""
@@ -215,8 +220,16 @@ class Memory:
     owner: weakref.ref[State]
     one: bool = False
     views: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
-    built: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
-    made_of_it: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
+
+    @functools.cached_property
+    def built(self) -> weakref.WeakSet[State]:
+        """The views that have values."""
+        return weakref.WeakSet()
+
+    @functools.cached_property
+    def made_of_it(self) -> weakref.WeakSet[State]:
+        """What is made of one of them and has memory of its own."""
+        return weakref.WeakSet()
 
     def holders(self) -> int:
         """How many tensors there are that have it, or are waited for by others."""
