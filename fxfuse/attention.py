@@ -183,7 +183,7 @@ class _Masks:
     def _made(self, node: Node) -> Held | None:
         example, make = _example(node), _MAKERS.get(called(node))
         known = isinstance(example, Tensor) and compat.is_plain(example)
-        if make is None or not known or self._is_written(node) or self._timeline.region[node].levels:
+        if make is None or not known or self._is_written(node):
             return None
         try:
             held = make(self.of, node, *node.args, **node.kwargs)
