@@ -91,7 +91,7 @@ def leave_masks_out(gm: GraphModule) -> tuple[str, ...]:
         one.attention.args, one.attention.kwargs = one.args, one.kwargs
         one.masks.erase(one.mask)
     for part in {id(one.gm): one.gm for one in planned}.values():
-        compat.recompile(part)
+        part.recompile()
     return tuple(location(one.attention) or "" for one in planned)
 
 

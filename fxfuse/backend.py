@@ -71,11 +71,15 @@ def fxfuse(
                 raise errors.kept_dense(site.where, site.reason)
     except (ValueError, errors.FxfuseError) as error:
         raise compat.as_raised(error) from None
-    if all(site.status == "kept" for site in sites):
+    kept = all(site.status == "kept" for site in sites)
+    recomputed = not kept and own.recompute and reads_copies(gm)
+    if unmasked or not kept:
+        compat.make_code(gm)  # once, after all that changes the graph
+    if kept:
         run = inner(gm, example_inputs)
     else:
         compat.change_in_inductor(inner, lower, compat.is_nested(gm), fingerprint())
-        with compat.cache_key(fingerprint()), compat.recomputed(own.recompute and reads_copies(gm)):
+        with compat.cache_key(fingerprint()), compat.recomputed(recomputed):
             run = inner(gm, example_inputs)
     if escapes:
         assert isinstance(results, (tuple, list))

@@ -135,9 +135,8 @@ def transform_active() -> bool:
     return maybe_current_level() is not None
 
 
-def recompile(gm: Any) -> None:
-    """Make the code of a graph that has changed, at once: else every call asks whether it has been made."""
-    gm.recompile()
+def make_code(gm: Any) -> None:
+    """Make the code of a graph that was changed, at once: else every call asks whether it has been made."""
     _LazyGraphModule.force_recompile(gm)
 
 

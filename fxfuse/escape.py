@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import compat
-from .algebra import ClassTensor, Logits
+from .algebra import ClassTensor, Logits, quickly_replace
 from .defer import defer
 from .deferred import DeferredLogits
 from .eager import dense
@@ -245,11 +245,11 @@ def restored(
             input = at(escape.input)
             assert input is not None
             if escape.filled is not None:
-                value = replace(value, head=value.head.of(filled=at(escape.filled)))
+                value = quickly_replace(value, head=value.head.of(filled=at(escape.filled)))
             head = value.head.of(input=input, weight=at(escape.weight), bias=at(escape.bias))
             shape = *input.shape[:-1], head.vocab
             if not (known and shape == value.shape):
-                value = replace(value, shape=shape)
+                value = quickly_replace(value, shape=shape)
             if compat.is_fake(input):
                 made.append(dense(replace(value, head=head)))
             else:

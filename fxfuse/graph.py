@@ -457,7 +457,7 @@ def _rewrite_graph(
         for node in reversed(candidate.derived if candidate.kept is None else ()):
             graph.erase_node(node)
     if swaps or sent:
-        compat.recompile(gm)
+        gm.recompile()
     _tell(listening, "rewritten", graph, made_for)
     memory = options.memory
     sites = [(_site(c, passes.get(c, ()), told[c], in_checkpoint, memory), sent.get(c, [])) for c in candidates]

@@ -42,7 +42,7 @@ class _Seal:
         self.version = None if tensor.is_inference() else tensor._version
         self.address = tensor.data_ptr()
         self.sample_of = _sample if copy is None else Tensor.detach
-        self.sample = _copy_of_sample(tensor) if copy is None else copy
+        self.sample = _sample(tensor) if copy is None else copy
 
     def broken(self, tensor: Tensor) -> str:
         """How ``tensor`` was changed; empty if it was not, as far as can be seen."""
@@ -59,10 +59,7 @@ class _Seal:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    return tensor.detach().as_strided(*_where_sampled(tensor.shape, tensor.stride()))
-
-
-def _copy_of_sample(tensor: Tensor) -> Tensor:
+    """A copy of some of its elements."""
     return torch.as_strided_copy(tensor.detach(), *_where_sampled(tensor.shape, tensor.stride()))
 
 
@@ -144,9 +141,8 @@ class Operands:
         self._on_copy = on_copy
         self._where = where
         self._originals = _operands_of(head)
-        self._originals["input"] = input = head.input.detach()
-        cut_off = _cut_off({name: t for name, t in self._originals.items() if name != "input"})
-        self.head = head.of(**cut_off, input=input)
+        self._originals["input"] = head.input.detach()
+        self.head = head.of(**_cut_off(self._originals))
         self._trained: weakref.ref[Trained] | None = None
         self._exposed: dict[str, Tensor] = {"input": self.head.input.clone()} if exposed else {}
         self._copies = dict(self._exposed)

@@ -47,7 +47,7 @@ def reads_copies(gm: GraphModule) -> bool:
             copy.meta = dict(node.meta)
             for reader in readers:
                 reader.replace_input_with(node, copy)
-    compat.recompile(gm)
+    gm.recompile()
     return True
 
 
