@@ -31,16 +31,16 @@ from fxfuse.ops.contract import Upstream
 class Kernels:
     """A call of a loss whose first chunk has been made, and its parts."""
 
-    def __init__(self, shape: tuple[int, int, int]) -> None:
+    def __init__(self, shape: tuple[int, int, int], device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
         torch.manual_seed(0)
         rows, hidden, vocab = shape
-        x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
-        w = (torch.randn(vocab, hidden, device="cuda") / hidden**0.5).bfloat16()
-        index = torch.randint(vocab, (rows, 1), device="cuda")
+        x = torch.randn(rows, hidden, device=device, dtype=dtype)
+        w = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype)
+        index = torch.randint(vocab, (rows, 1), device=device)
         self.call = call = Call(x, w, None, index, None, 1.0, "")
         self.everything = slice(0, vocab)
         listed = call.every_row()
-        c = torch.full((rows,), 1 / rows, device="cuda")
+        c = torch.full((rows,), 1 / rows, device=device)
         self.up = Upstream(c, -c[:, None], None)
         most = rows if rows <= hidden else hopper._rows_of_exponentials(call)
         self.rows = call.cut(listed, most)
@@ -50,7 +50,7 @@ class Kernels:
         self.scratch = call.empty(max(call.parts_size(), call.sums_size(self.rows.most)))
         self.made.make(0, self.scratch)
         self.e = self.made.kept.e[:, :vocab]
-        self.d_input = call.input_sum(torch.zeros_like(x), 1)
+        self.d_input = call.input_sum(torch.zeros_like(x), 1, self.rows.most)
         self.d_weight = call.weight_sum(torch.zeros_like(w), self.rows.chunks)
         self.stats_rows = call.cut(listed, call.stats_chunk())
         self.gathered = call.empty(self.stats_rows.most, hidden, dtype=x.dtype)

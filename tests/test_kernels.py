@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -1023,6 +1024,74 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
             p.x[3], p.x[20], p.x[21] = float("nan"), float("inf"), 0
             p.x[21, 0], p.index[21, 0] = float("inf"), int(p.w[:, 0].argmin())
             check_stats(p, skip_unindexed=kind == "idle", bound=2 * STATS_BOUND)  # sums have more terms than elsewhere
+
+
+@case(gpu_only=True, routes=("described", "played"))
+def gradients_of_many_hidden_units() -> None:
+    """Those of large tiles, with more groups of row blocks than one and more tiles than programs."""
+    everything = {"bias": True, "class_weight": True, "class_sum": True}
+    for rows, hidden, vocab, options in (
+        (65, 2048, 144, {}),
+        (2500, 2064, 5003, {}),
+        (300, 4096, 16400, {"scale": -1.5, "idle": 0.6}),
+        (2500, 2064, 5003, {"scale": -0.7, "idle": 0.3, **everything}),
+        (700, 2048, 5003, {"transform": "tanh mul:4.0", "scale": 0.5, **everything}),
+        (700, 2048, 5003, {"transform": "tanh mul:4.0 masked:-inf", "bias": True}),
+        (300, 2064, 5003, {"indexed": 2, "entropy": True, **everything}),
+    ):
+        for dtype in (torch.float16, torch.bfloat16):
+            for transposed in (False, True):
+                p = problem(rows, hidden, vocab - vocab % 16 * transposed, dtype, **options)
+                if transposed:
+                    p.w = p.w.t().contiguous().t()
+                    assert cuda._Head.of(*p.operands, "").is_described()
+                p.x[5] *= 30  # the offset of this row is bad
+                check_gradients(p)
+    p = problem(300, 2048, 5003, torch.bfloat16)
+    p.x[3] = float("nan")
+    lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+    for d_input, *_ in (
+        cuda.linear_loss(*p.operands, *p.upstream, True, True, False)[1:],
+        cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, True, True, False),
+    ):
+        assert d_input[3].isnan().all() and d_input[4:].isfinite().all()
+
+
+@case(routes=("described",))
+def the_kernels_of_the_benchmark_make_a_loss() -> None:
+    """``bench/kernels.py`` calls them one by one, as ``hopper`` does for one chunk."""
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    if not tiles.has_descriptors(torch.empty(0, 16, dtype=dtype, device=DEVICE)):
+        return  # an older GPU has none
+    sys.path.append(str(pathlib.Path(__file__).parents[1] / "bench"))
+    from kernels import Kernels
+
+    made = Kernels((120, 256, 1000) if HAS_GPU else (12, 16, 40), str(DEVICE), dtype)
+    made.statistics()
+    made.exponentials()
+    made.input_product()
+    made.weight_product()
+    x, w, c = made.call.input.double(), made.call.weight.double(), made.up.lse[:, None].double()
+    z = x @ w.t()
+    assert error(made.stats.lse, z.logsumexp(1)) <= STATS_BOUND
+    dz = c * z.softmax(1)
+    dz.scatter_add_(1, made.call.index, -c)
+    assert error(made.d_input.out, dz @ w) <= 0.01 and error(made.d_weight.out, dz.t() @ x) <= 0.01
+
+
+@case(routes=("general",))
+def every_tile_is_visited_once_in_even_groups() -> None:
+    from order import order_kernel
+
+    for row_blocks, columns, most in ((1, 2, 8), (8, 3, 8), (9, 3, 8), (43, 5, 8), (43, 5, 16), (17, 2, 1), (3, 7, 2)):
+        visited = torch.full((row_blocks * columns, 2), -1, dtype=torch.int32, device=DEVICE)
+        order_kernel[(len(visited),)](visited, row_blocks, columns, GROUP=most)
+        assert sorted(visited.tolist()) == [[r, c] for r in range(row_blocks) for c in range(columns)]
+        # Each group begins with its row blocks at the first column.
+        runs = itertools.groupby(visited.tolist(), key=lambda tile: tile[1])
+        sizes = [len(list(tiles)) for column, tiles in runs if column == 0]
+        assert max(sizes) <= most and max(sizes) - min(sizes) <= 1, sizes
+        assert len(sizes) == -(-row_blocks // most)
 
 
 @case()

@@ -10,11 +10,19 @@ from .transform import transformed
 
 @triton.jit
 def grouped(program, row_blocks, columns, GROUP: tl.constexpr):
-    """(row block, column) of a program, ``GROUP`` row blocks at a time through all columns, to reuse L2."""
-    group = program // (GROUP * columns)
-    first = group * GROUP
-    size = tl.minimum(row_blocks - first, GROUP)
-    within = program % (GROUP * columns)
+    """(row block, column) of a program, at most ``GROUP`` row blocks at a time through all columns, to reuse L2.
+
+    Groups differ by one row block at most: a small last one would read each column for almost nothing.
+    """
+    groups = tl.maximum(tl.cdiv(row_blocks, GROUP), 1)
+    size = row_blocks // groups
+    larger = row_blocks - groups * size  # so many groups have a row block more, and come first
+    of_larger = larger * (size + 1)
+    is_larger = program < of_larger * columns
+    program -= tl.where(is_larger, 0, of_larger * columns)
+    size = tl.maximum(size + is_larger.to(tl.int32), 1)
+    first = tl.where(is_larger, 0, of_larger) + program // (size * columns) * size
+    within = program % (size * columns)
     return first + within % size, within // size
 
 

@@ -108,9 +108,12 @@ TAKING_TURNS: dict[str, Tile] = {
     "exponentials": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
     "dlogits": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
 }
-# With many hidden units two warpgroups share a larger tile, if what ends one takes no longer than a few steps.
+# With many hidden units two warpgroups share a larger tile, which asks L2 for a quarter less: an H100's gives no more
+# than tiles of 128x128 ask for. For statistics only if what ends a tile takes no longer than a few steps.
 TOGETHER: dict[str, Tile] = {
     "stats": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
+    "exponentials": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
+    "dlogits": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
 }

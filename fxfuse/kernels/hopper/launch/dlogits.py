@@ -8,7 +8,7 @@ from ....ops.contract import Upstream
 from ... import tiles
 from ..dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
 from ..exponentials import exponentials_kernel, finish_kernel
-from .operands import Bad, Rows, Stats, describe, kernel_for
+from .operands import Bad, Rows, Stats, describe, describe_stored, kernel_for, rows_of_warpgroup
 from .statistics import Statistics
 
 
@@ -40,9 +40,9 @@ class GradientsOfLogits(Statistics):
             self.signature,
             kernel_for(exponentials_kernel, tile),
             (programs,),
-            describe(gathered, tile, tile.rows, tile.hidden),
+            describe(gathered, tile, rows_of_warpgroup(tile), tile.hidden),
             self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
-            describe(e, tile, tile.rows, tile.vocab // 2),
+            describe_stored(e, tile),
             self.bias,
             offset,
             rows.length,
@@ -147,9 +147,9 @@ class GradientsOfLogits(Statistics):
             (self.signature, weight.shape[0]),
             kernel_for(dlogits_kernel, tile),
             (programs,),
-            describe(gathered, tile, tile.rows, tile.hidden),
+            describe(gathered, tile, rows_of_warpgroup(tile), tile.hidden),
             self.described_weight(weight, tile, tile.vocab, tile.hidden),
-            describe(dz, tile, tile.rows, tile.vocab // 2),
+            describe_stored(dz, tile),
             None if self.bias is None else self.bias[window],
             rows.order,
             rows.length,

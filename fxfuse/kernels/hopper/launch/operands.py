@@ -290,3 +290,8 @@ def describe(matrix: Tensor, tile: tiles.Tile, *block: int) -> Any:
     """A descriptor of ``matrix`` in such blocks, for a kernel with such tiles."""
     arguments = matrix, list(matrix.shape), list(matrix.stride()), list(block)
     return pingpong().describe(*arguments) if tile.takes_turns else TensorDescriptor(*arguments)
+
+
+def describe_stored(matrix: Tensor, tile: tiles.Tile) -> Any:
+    """A descriptor of ``matrix`` in the parts of tiles that a kernel stores at a time."""
+    return describe(matrix, tile, rows_of_warpgroup(tile), tile.vocab // (4 if tile.together else 2))

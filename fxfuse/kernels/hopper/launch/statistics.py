@@ -11,7 +11,7 @@ from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
 from ..stats import merge_kernel, stats_kernel
 from .lists import Lists
-from .operands import Listed, Rows, Stats, describe, kernel_for, rows_of_warpgroup
+from .operands import Listed, Rows, Stats, describe, describe_stored, kernel_for, rows_of_warpgroup
 
 # What the gathered rows of a chunk of statistics may take.
 STATS_BYTES = 12 << 20
@@ -75,7 +75,7 @@ class Statistics(Lists):
                 (programs,),
                 x,
                 w,
-                None if stored is None else describe(stored, tile, tile.rows, tile.vocab // 2),
+                None if stored is None else describe_stored(stored, tile),
                 self.bias,
                 rows.length,
                 self.class_weight,

@@ -1,0 +1,127 @@
+"""Scaled exponentials as in ``..exponentials``, by warpgroups that share a tile, see ``.together``."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ...logits import grouped
+from ..exponentials import exponentials_of
+from ..schedule import LOG2E, begin, chunk_bounds
+from .exponentials import store_half
+from .ring import BLOCK, half
+from .together import WIDTH, begin_product, end_product, load_product, ring_of_shared
+
+PARTS = gl.constexpr(4)  # of a warpgroup's half, 64 columns each, which are stored one after the other
+PART = gl.constexpr(64)
+
+
+@gluon.jit
+def load_blocks(
+    x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Load the operands of every tile of a chunk's logits."""
+    _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+    row_blocks = gl.cdiv(rows, BLOCK)
+    columns = gl.cdiv(vocab, WIDTH)
+    slot = 0
+    phase = 1  # every slot is empty at first
+    for tile in range(gl.program_id(0), row_blocks * columns, programs):
+        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        slot, phase = load_product(
+            x, w, None, x_tiles, w_tiles, None, full, empty, slot, phase, row_block * BLOCK, column, 0, hidden, True,
+            not TRANSPOSED, BK, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _make(
+    e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, lead,
+    staged, WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr,
+    EVEN_VOCAB: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+    row_blocks = gl.cdiv(rows, BLOCK)
+    columns = gl.cdiv(vocab, WIDTH)
+    HALF: gl.constexpr = BLOCK // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    steps = gl.cdiv(hidden, BK)
+    slot = 0
+    phase = 0
+    round = 0
+    for tile in range(gl.program_id(0), row_blocks * columns, programs):
+        if WARPGROUP == 1:
+            mbarrier.wait(lead.index(0), round & 1)
+        z, nothing = begin_product(x_tiles, w_tiles, None, full, slot, phase, True, not TRANSPOSED, WARPGROUP)
+        # What the end needs is looked up meanwhile.
+        row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        first_row = row_block * BLOCK + WARPGROUP * HALF
+        row = first_row + gl.arange(0, HALF, layout=by_row)
+        shift = gl.load(offset + row) * LOG2E
+        z, nothing, slot, phase = end_product(
+            x_tiles, w_tiles, None, z, nothing, full, empty, lead, slot, phase, steps, False, True, not TRANSPOSED,
+            WARPGROUP, STAGES,
+        )  # fmt: skip
+        round += 1  # noqa: SIM113
+        s = gl.zeros([HALF], gl.float32, by_row)
+        for i in gl.static_range(PARTS):
+            tile_col = column * WIDTH + i * PART
+            col = tile_col + gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
+            p, weighted = exponentials_of(
+                half(half(z, i // 2 == 1), i % 2 == 1), bias, col, scale, shift, vocab, SCALED, TRANSFORM, EVEN_VOCAB
+            )
+            s += gl.sum(p, 1)
+            store_half(e, weighted, staged.index(2 * WARPGROUP + i % 2), first_row, tile_col)
+        gl.store(part_sum + column.to(gl.int64) * most + row, s)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["chunk", "most", "programs"])
+def exponentials_together_kernel(
+    x,  # descriptor of [most, D] in blocks [64, BK]
+    w,  # descriptor of [V, D] in blocks [256, BK], or of [D, V] in [BK, 256] if TRANSPOSED
+    e,  # descriptor of [most, V] in blocks [64, 64], out
+    bias,
+    offset,
+    length,
+    part_sum,  # [tiles of V, most] float32, out
+    scale,
+    chunk,
+    most,
+    vocab,
+    hidden,
+    programs,
+    SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    EVEN_VOCAB: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    begin(PDL)
+    x_tiles, w_tiles, full, empty, lead = ring_of_shared(x, w, STAGES)
+    staged = gl.allocate_shared_memory(e.dtype, [4, BLOCK // 2, PART], e.layout)
+    gl.warp_specialize(
+        [
+            (_make, (
+                e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+                empty, lead, staged, 0, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, GROUP, STAGES, ROWS,
+            )),
+            (_make, (
+                e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+                empty, lead, staged, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, GROUP, STAGES, ROWS,
+            )),
+            (load_blocks, (
+                x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
+                GROUP, STAGES, ROWS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
