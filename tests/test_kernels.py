@@ -1026,35 +1026,28 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
             check_stats(p, skip_unindexed=kind == "idle", bound=2 * STATS_BOUND)  # sums have more terms than elsewhere
 
 
-@case(gpu_only=True, routes=("described", "played"))
+@case(gpu_only=True, routes=("described",))
 def gradients_of_many_hidden_units() -> None:
     """Those of large tiles, with more groups of row blocks than one and more tiles than programs."""
     everything = {"bias": True, "class_weight": True, "class_sum": True}
-    for rows, hidden, vocab, options in (
-        (65, 2048, 144, {}),
-        (2500, 2064, 5003, {}),
-        (300, 4096, 16400, {"scale": -1.5, "idle": 0.6}),
-        (2500, 2064, 5003, {"scale": -0.7, "idle": 0.3, **everything}),
-        (700, 2048, 5003, {"transform": "tanh mul:4.0", "scale": 0.5, **everything}),
-        (700, 2048, 5003, {"transform": "tanh mul:4.0 masked:-inf", "bias": True}),
-        (300, 2064, 5003, {"indexed": 2, "entropy": True, **everything}),
+    for dtype, rows, hidden, vocab, transposed, options in (
+        (torch.bfloat16, 65, 2048, 144, False, {}),
+        (torch.bfloat16, 2500, 2064, 5003, False, {"scale": -0.7, "idle": 0.3, **everything}),
+        (torch.bfloat16, 2500, 2064, 4992, True, {}),
+        (torch.bfloat16, 700, 2048, 5003, False, {"transform": "tanh mul:4.0", "scale": 0.5, **everything}),
+        (torch.bfloat16, 300, 4096, 16400, True, {"transform": "tanh mul:4.0 masked:-inf", "bias": True}),
+        (torch.float16, 700, 2064, 5003, False, {"scale": -1.5, "idle": 0.6}),
     ):
-        for dtype in (torch.float16, torch.bfloat16):
-            for transposed in (False, True):
-                p = problem(rows, hidden, vocab - vocab % 16 * transposed, dtype, **options)
-                if transposed:
-                    p.w = p.w.t().contiguous().t()
-                    assert cuda._Head.of(*p.operands, "").is_described()
-                p.x[5] *= 30  # the offset of this row is bad
-                check_gradients(p)
+        p = problem(rows, hidden, vocab, dtype, **options)
+        if transposed:
+            p.w = p.w.t().contiguous().t()
+            assert cuda._Head.of(*p.operands, "").is_described()
+        p.x[5] *= 30  # the offset of this row is bad
+        check_gradients(p)
     p = problem(300, 2048, 5003, torch.bfloat16)
     p.x[3] = float("nan")
-    lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
-    for d_input, *_ in (
-        cuda.linear_loss(*p.operands, *p.upstream, True, True, False)[1:],
-        cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, True, True, False),
-    ):
-        assert d_input[3].isnan().all() and d_input[4:].isfinite().all()
+    d_input = cuda.linear_loss(*p.operands, *p.upstream, True, True, False)[1]
+    assert d_input[3].isnan().all() and d_input[4:].isfinite().all()
 
 
 @case(routes=("described",))

@@ -113,7 +113,6 @@ TAKING_TURNS: dict[str, Tile] = {
 TOGETHER: dict[str, Tile] = {
     "stats": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
     "exponentials": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
-    "dlogits": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
 }

@@ -147,7 +147,7 @@ class GradientsOfLogits(Statistics):
             (self.signature, weight.shape[0]),
             kernel_for(dlogits_kernel, tile),
             (programs,),
-            describe(gathered, tile, rows_of_warpgroup(tile), tile.hidden),
+            describe(gathered, tile, tile.rows, tile.hidden),
             self.described_weight(weight, tile, tile.vocab, tile.hidden),
             describe_stored(dz, tile),
             None if self.bias is None else self.bias[window],

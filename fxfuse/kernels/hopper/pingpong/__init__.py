@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .dlogits import dlogits_kernel
-from .dlogits_together import dlogits_together_kernel
 from .exponentials import exponentials_kernel
 from .exponentials_together import exponentials_together_kernel
 from .products import d_weight_kernel
@@ -23,7 +22,6 @@ __all__ = [
     "d_weight_together_kernel",
     "describe",
     "dlogits_kernel",
-    "dlogits_together_kernel",
     "exponentials_kernel",
     "exponentials_together_kernel",
     "stats_kernel",

@@ -18,11 +18,10 @@ PART = gl.constexpr(64)
 
 
 @gluon.jit
-def load_blocks(
+def _load(
     x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
     BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands of every tile of a chunk's logits."""
     _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
     row_blocks = gl.cdiv(rows, BLOCK)
     columns = gl.cdiv(vocab, WIDTH)
@@ -117,7 +116,7 @@ def exponentials_together_kernel(
                 e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
                 empty, lead, staged, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, GROUP, STAGES, ROWS,
             )),
-            (load_blocks, (
+            (_load, (
                 x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
                 GROUP, STAGES, ROWS,
             )),
