@@ -168,8 +168,8 @@ class _Masks:
 
     def of(self, handle: Any) -> Held | None:
         """What a tensor or a number certainly is, until the graph ends; None if that is not known."""
-        if isinstance(handle, int):
-            return Affine(int(handle))
+        if isinstance(handle, int):  # a larger one may become another number where it meets a tensor
+            return Affine(int(handle)) if abs(handle) < _LARGEST else None
         if not isinstance(handle, Node):
             return None
         if handle not in self._held:
@@ -186,10 +186,9 @@ class _Masks:
         if make is None or not known or self._is_written(node):
             return None
         try:
-            held = make(self.of, node, *node.args, **node.kwargs)
-        except TypeError:  # of a form that is not known
+            return _stored(make(self.of, node, *node.args, **node.kwargs), example)
+        except (TypeError, LookupError):  # of a form that is not known
             return None
-        return _stored(held, example)
 
     def erase(self, mask: Node) -> None:
         """Erase what nothing reads any more of what made ``mask``, and only made it."""
@@ -340,7 +339,7 @@ def _equal(negated: bool, of: Of, node: Node, input: Any, other: Any) -> Held | 
 def _triangle(sign: int, of: Of, node: Node, input: Any, diagonal: Any = 0) -> Held | None:
     """``tril`` or ``triu``: 0 where ``sign · (column - row - diagonal)`` is above 0."""
     held = of(input)
-    if not isinstance(held, Where) or type(diagonal) is not int:
+    if not isinstance(held, Where) or type(diagonal) is not int or abs(diagonal) >= _LARGEST:
         return None
     return Where(held.limits | {_affine(-sign * diagonal, {-1: sign, -2: -sign})})
 
@@ -374,7 +373,7 @@ def _diff(of: Of, node: Node, input: Any, n: Any = 1, dim: Any = -1, prepend: An
 
 def _cumsum(of: Of, node: Node, input: Any, dim: Any) -> Held | None:
     held = _numbers(of, input)
-    if held is None or held.slopes:
+    if held is None or held.slopes or _example(node).dim() == 0:
         return None
     return _affine(held.const, {dim if dim < 0 else dim - _example(node).dim(): held.const})
 

@@ -80,7 +80,10 @@ def grow(graph: Graph, r: random.Random, made: list[Node]) -> None:
         target, arguments = r.choice(UNARY)
         args: tuple[Any, ...] = (one, *arguments(r))
     elif kind < 0.85:
-        target, args = r.choice(BINARY), (one, r.choice([r.choice(made), r.randint(-2, 3)]))
+        target, args = (
+            r.choice(BINARY),
+            (one, r.choice([r.choice(made), r.randint(-2, 3), r.choice((0, 1, 2**63, -(2**63) - 1))])),
+        )
         if r.random() < 0.2 and not isinstance(target, str):
             args = args[::-1]
     elif kind < 0.93:
@@ -96,7 +99,7 @@ def grow(graph: Graph, r: random.Random, made: list[Node]) -> None:
             value = getattr(values[0][0], target)(*values[0][1:])
         else:
             value = target(*values[0], **values[1])
-    except (RuntimeError, IndexError, TypeError):  # not of these
+    except (RuntimeError, IndexError, TypeError, OverflowError):  # not of these
         return
     if not isinstance(value, Tensor) or value.numel() > 10_000:
         return
@@ -113,8 +116,9 @@ def test_what_is_claimed_of_tensors_of_positions() -> None:
         for size in (r.choice((1, 3, 4)), 4, 3):
             made.append(graph.call_function(torch.arange, (size,)))
             made[-1].meta["example_value"] = torch.arange(size)
-        made.append(graph.call_function(torch.ones, (4, 4), {"dtype": torch.bool}))
-        made[-1].meta["example_value"] = torch.ones(4, 4, dtype=torch.bool)
+        for shape, dtype in (((4, 4), torch.bool), ((), torch.int64)):
+            made.append(graph.call_function(torch.ones, (shape,), {"dtype": dtype}))
+            made[-1].meta["example_value"] = torch.ones(shape, dtype=dtype)
         for _ in range(30):
             grow(graph, r, made)
         graph.output(made[-1])
@@ -203,6 +207,10 @@ KEPT: dict[str, Mask] = {
     "every second position": lambda q: 2 * rows(q)[:, None] >= rows(q),
     "from the end": lambda q: rows(q)[-rows(q) - 1] >= rows(q)[-rows(q) - 1][:, None],
     "wraps around": lambda q: (rows(q)[:, None] >= rows(q)) & (rows(q) + (2**63 - 3) > 0),
+    "compared with a number that wraps around": lambda q: (rows(q)[:, None] >= rows(q)) & (rows(q) <= 2**63),
+    "unequal to a number that wraps around": lambda q: (
+        (rows(q)[:, None] >= rows(q)) & (torch.full(q.shape[-2:-1], -1) != 2**64 - 1)
+    ),
     "added": lambda q: torch.ones(q.shape[-2], q.shape[-2], dtype=q.dtype).tril(),
     "random": lambda q: torch.rand(q.shape[-2], q.shape[-2]).add(1).bool().tril(),
 }
@@ -318,6 +326,17 @@ def test_subclasses_keep_their_masks(of: str) -> None:
     torch.testing.assert_close(found.a, expected, rtol=1e-12, atol=1e-12)
     (graph,) = journal.report().graphs[before:]
     assert graph.unmasked == ()
+
+
+def test_what_is_not_known_of_one_mask_leaves_others() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        known = attended(CAUSAL["compared"])(q, k, v)
+        single = torch.ones((), dtype=torch.int64).cumsum(0) > 0
+        return known + attended(lambda q: CAUSAL["compared"](q) & single)(q, k, v)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*could not analyse")
+        assert count(program, operands()) == 1
 
 
 def test_dropout_keeps_its_mask() -> None:
