@@ -93,14 +93,19 @@ def untraceable(why: str) -> Exception:
     return Unsupported(why)
 
 
+def hooks_on_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks that pack and unpack what autograd saves, if there are any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def saving_is_watched() -> bool:
     """Whether hooks see what autograd saves: those of a checkpoint, say, under which a program must repeat itself."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return hooks_on_saved() is not None
 
 
 def in_checkpoint() -> bool:
     """Whether a function runs that the backward of a non-reentrant checkpoint will run again, or does."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = hooks_on_saved()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

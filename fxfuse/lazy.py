@@ -153,6 +153,7 @@ class Origin:
         way: how the output came to be, for the report; None where that is not known.
         used: of these, those that were taken for that: they may die, and their hooks live on.
         given: entries that fused ops have returned.
+        is_read: the output has values.
     """
 
     site: Site
@@ -167,6 +168,7 @@ class Origin:
     way: Way | None = None
     used: list[tuple[_Normaliser, Tensor]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
+    is_read: bool = False
 
     # Most logits are never read, and what only reading needs takes time to make.
 
@@ -174,6 +176,16 @@ class Origin:
     def normalisers(self) -> Any:
         """What was read that normalises rows."""
         return WeakTensorKeyDictionary()
+
+    @functools.cached_property
+    def projected(self) -> weakref.WeakSet[State]:
+        """What can be computed of the operands only, as what it is made of may have been written to."""
+        return weakref.WeakSet()
+
+    def let_operands_go(self) -> None:
+        """Let them change from now on, if nothing will be computed of them any more."""
+        if self.is_read and not any(state.values is None for state in self.projected):
+            self.operands.are_read()
 
     def note(self, given: Iterable[Given]) -> None:
         """Remember entries, of so many reads, that a long life does not fill the memory."""
@@ -287,9 +299,12 @@ class State:
                 with torch.inference_mode(False), torch.no_grad():
                     self._keep(self._build_beside())
                 if self.thunk is None:
-                    self.origin.operands.are_read()
+                    self.origin.is_read = True
                 elif not self.is_view:
                     self.thunk = ()  # what it was made of may go
+                for origin in self.origins:
+                    if self.thunk is None or self in origin.projected:
+                        origin.let_operands_go()
             assert self.values is not None
             return self.values
 
@@ -311,6 +326,8 @@ class State:
                 for state in list(self.memory.made_of_it):
                     if stale or state.described is None:
                         state.read()
+                    for origin in state.origins if state.values is None else ():
+                        origin.projected.add(state)
                 self.memory.one = True
                 for view in self.memory.built - {owner}:
                     view.values = None  # which from now on are those of the owner

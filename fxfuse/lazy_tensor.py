@@ -274,6 +274,30 @@ def deferring(shapes: bool) -> Iterator[None]:
         _mode.deferring, _mode.shapes = before
 
 
+@contextlib.contextmanager
+def values_for_hooks() -> Iterator[None]:
+    """Let hooks on what autograd saves see values: they are called where nothing looks up what functions do to these.
+
+    Those of a checkpoint do not look.
+    """
+    hooks = compat.hooks_on_saved()
+    if hooks is None or compat.in_checkpoint():
+        yield
+        return
+    pack, unpack = hooks
+
+    def pack_values(tensor: Tensor) -> Any:
+        before = _mode.deferring, _mode.shapes
+        _mode.deferring, _mode.shapes = False, False
+        try:
+            return pack(tensor._deferred.read().detach() if isinstance(tensor, LazyTensor) else tensor)
+        finally:
+            _mode.deferring, _mode.shapes = before
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_values, unpack):
+        yield
+
+
 class _Plain(torch.autograd.Function):
     """The values as an ordinary tensor."""
 

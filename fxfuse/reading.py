@@ -13,7 +13,7 @@ from .algebra import Head, OfTwoHeads
 from .eager import EMIT
 from .lazy import Given, Origin, State
 from .passes import class_sum, compute, finished, operands_of, statistics
-from .readers import Reader, Statistics
+from .readers import Beside, Reader, Statistics
 from .rules import Call
 
 Found = dict[Head, tuple[Origin, Head]]
@@ -35,6 +35,9 @@ def heads_for(states: list[State], call: Call, readers: tuple[Reader, ...]) -> F
     found: Found = {}
     for head, trained in source.heads().items():
         operands = origins[head].operands
+        if isinstance(readers[0], Beside):  # of which it takes only sizes
+            found[head] = origins[head], head
+            continue
         trained &= requires_grad
         try:
             as_they_were = operands.as_they_were()
@@ -73,9 +76,8 @@ def _noting(reader: Reader, given: list[Given]) -> Reader:
 def wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
     """Whether gradients may come back to what is read; to the best class, which is a whole number, none do."""
     outs = call.out if isinstance(call.out, tuple) else (call.out,)
-    return (
-        readers[0].source.requires_grad and torch.is_grad_enabled() and any(out.dtype.is_floating_point for out in outs)
-    )
+    values = readers[0].source.requires_grad and not isinstance(readers[0], Beside)
+    return values and torch.is_grad_enabled() and any(out.dtype.is_floating_point for out in outs)
 
 
 def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:

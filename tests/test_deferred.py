@@ -938,6 +938,26 @@ def test_hooks_on_the_node(device: str) -> None:
     assert_as_eager(program, device)
 
 
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, lambda z: torch.full_like(z, 2.0)])
+def test_tensors_of_the_same_shape_are_no_loss(like: Any, device: str) -> None:
+    """Nor is the shape stale when the logits are."""
+
+    def program(z: Tensor, s: World) -> Any:
+        target = like(z).scatter_(-1, s.y[..., None], 1.5)
+        z.retain_grad()
+        (z.sigmoid() * target).sum().backward()
+        return z.grad, *torch.autograd.grad(z[:, 1:], z, like(z[:, 1:]))
+
+    assert_as_eager(program, device)
+    s = DeferredWorld.make(device=device)
+    z = s.z
+    with torch.no_grad():
+        s.w.mul_(2)
+    assert like(z).shape == z.shape
+    with pytest.raises(RuntimeError, match="changed in place"):
+        z.sin()
+
+
 # --- what autograd saves --------------------------------------------------------------------------------------
 
 
@@ -952,6 +972,37 @@ def test_hooks_for_saved_tensors_see_what_they_do_in_eager(device: str) -> None:
             return torch.tanh(z).sum() + ce(z, s.y) + z.log_softmax(-1).gather(-1, s.y[..., None]).sum()
 
     assert_as_eager(program, device)
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [
+        (lambda t: t.detach().cpu().numpy().copy(), torch.from_numpy),
+        (lambda t: _saved(t), lambda file: torch.load(file)),
+        (lambda t: (t.data_ptr(), t.tolist(), t)[-1], lambda t: t),
+    ],
+    ids=["numpy", "save", "memory"],
+)
+def test_hooks_for_saved_tensors_that_ask_for_memory(pack: Any, unpack: Any) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return z.square().sum() + (z / 2 * z.exp()).mean(), ce(z, s.y), ce(z * s.b.exp(), s.y)
+
+    assert_as_eager(program, "cpu")
+
+
+def _saved(tensor: Tensor) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return file
+
+
+def test_hooks_for_saved_tensors_leave_a_loss_fused() -> None:
+    s = DeferredWorld.make()
+    with dense_reads() as reads, torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        ce(s.z.float() / 2, s.y).backward()
+    assert not reads
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -1544,6 +1595,43 @@ def test_copies_wait_through_a_write_and_a_step() -> None:
         return [t.sin().detach() for t in waiting]
 
     torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+def test_copies_of_a_selection_wait_through_a_write_a_read_of_all_and_a_step(read_first: bool) -> None:
+    """Of what was written to they cannot be made any more, so that the operands must not go with the rest."""
+
+    def run(world: World) -> list[Tensor]:
+        with torch.no_grad():
+            z = world.z
+            last = z[:, [-1]]
+            waiting = [last.clone(), last * 2, last.log_softmax(-1), last.flip(0)]
+            last[last < last.topk(3).values[..., -1:]] = -9.0
+            optimizer = torch.optim.SGD([world.w], lr=0.1)
+            world.w.grad = torch.ones_like(world.w)
+            if read_first:
+                z.sin()
+            optimizer.step()
+            z.sin()
+            optimizer.step()
+        return [t.sin().detach() for t in (*waiting, last, z)]
+
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
+
+
+def test_a_copy_goes_when_the_last_that_waits_is_read() -> None:
+    s = DeferredWorld.make()
+    with torch.no_grad():
+        z = s.z
+        last = z[:, [-1]]
+        waiting = last.clone()
+        last.zero_()
+        s.w.grad = torch.ones_like(s.w)
+        torch.optim.SGD([s.w], lr=0.1).step()
+        z.sin()
+        assert _has_copy(z)
+        waiting.sin()
+        assert not _has_copy(z)
 
 
 @pytest.mark.parametrize("write", [lambda z: z[0].zero_(), lambda z: z.div_(2), lambda z: z.numpy()])

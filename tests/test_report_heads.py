@@ -86,6 +86,19 @@ def test_modules_that_share_compiled_code_are_told_apart() -> None:
     assert "2 heads: 2 deferred; 10 KiB not built; 10 KiB deferred, and built at least in part" in told(report)
 
 
+def test_a_weight_can_be_swapped() -> None:
+    """As ``Module.to`` and ``load_state_dict`` do if they are told to: only what nothing refers to weakly can be."""
+    model = Model()
+    F.cross_entropy(compiled(model)(y := ids()), y).backward()
+    model.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+
+
 def test_modules_that_are_read_alike_are_one_row() -> None:
     models = [Model() for _ in range(3)]
 

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compat import given_value
 from .source import given
 
-_numbers: Any = WeakIdKeyDictionary()
+# By identity. Nothing refers to a parameter, not even weakly: PyTorch would not swap it for another
+# (``torch.utils.swap_tensors``, as ``Module.to`` may do). One that takes the place of another that is gone may have its
+# number, which only tells lines of a report apart.
+_numbers: dict[int, int] = {}
 _next = itertools.count()
 _lock = threading.Lock()
-# Of one parameter, as most programs have: every call asks for it, and the dictionary takes longer.
-_last: tuple[Any, int | None] = (lambda: None, None)
 
 
 def number_of(weight: Any) -> int | None:
     """The number of a parameter, which count from 0 in the order in which they are seen; None for anything else."""
-    global _last
     if not isinstance(weight, torch.nn.Parameter):
         return None
-    last, number = _last
-    if last() is weight:
-        return number
-    number = _numbers.get(weight)
+    number = _numbers.get(id(weight))
     if number is None:
         with _lock:
-            number = _numbers.setdefault(weight, next(_next))
-    _last = weakref.ref(weight), number
+            number = _numbers.setdefault(id(weight), next(_next))
     return number
 
 
