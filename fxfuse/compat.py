@@ -98,6 +98,11 @@ def hooks_on_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] 
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def functions_looked_up() -> contextlib.AbstractContextManager[None]:
+    """Let functions be looked up in subclasses of ``Tensor`` again, where they are not."""
+    return torch._C._EnableTorchFunction()
+
+
 def saving_is_watched() -> bool:
     """Whether hooks see what autograd saves: those of a checkpoint, say, under which a program must repeat itself."""
     return hooks_on_saved() is not None

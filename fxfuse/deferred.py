@@ -23,7 +23,7 @@ from . import compat, errors
 from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
 from .lazy import Described, parts_of
-from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, plain_of, values_for_hooks
+from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, hooks_as_called_outside, plain_of
 from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
@@ -86,7 +86,7 @@ class DeferredLogits(LazyTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if not compat.saving_is_watched():
                 return func(*args, **kwargs)
-            with values_for_hooks():
+            with hooks_as_called_outside():
                 return func(*args, **kwargs)
 
 
@@ -255,7 +255,7 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
     calls = (*deferred[0]._deferred.calls, Applied.of(func, said, rule_args, kwargs, deferred[0]))
     try:
         if entry.derives or stacked:
-            with deferring(shapes=False), values_for_hooks():
+            with deferring(shapes=False), hooks_as_called_outside():
                 out = func(*args, **kwargs)
         else:
             out = _shape_of(func, args, kwargs)

@@ -101,6 +101,8 @@ class Given:
         return rows
 
 
+_waiting = threading.RLock()  # for ``Origin.projected``: taken last, and let go at once
+
 Described = ClassTensor | tuple[ClassTensor, ...]
 
 
@@ -182,9 +184,14 @@ class Origin:
         """What can be computed of the operands only, as what it is made of may have been written to."""
         return weakref.WeakSet()
 
+    def needs_operands(self) -> bool:
+        """Whether something that has no values yet will be computed of them."""
+        with _waiting:
+            return not self.is_read or any(state.values is None for state in self.projected)
+
     def let_operands_go(self) -> None:
-        """Let them change from now on, if nothing will be computed of them any more."""
-        if self.is_read and not any(state.values is None for state in self.projected):
+        """Let them change from now on, if nothing needs them any more."""
+        if not self.needs_operands():
             self.operands.are_read()
 
     def note(self, given: Iterable[Given]) -> None:
@@ -283,6 +290,12 @@ class State:
             with part.origin.lock:
                 part.memory.made_of_it.add(self)
 
+    def _waits_for_operands(self) -> None:
+        for origin in self.origins:
+            with _waiting:
+                origin.projected.add(self)
+            origin.operands.are_wanted(origin)
+
     @property
     def origins(self) -> tuple[Origin, ...]:
         """All that it comes from."""
@@ -326,12 +339,11 @@ class State:
                 for state in list(self.memory.made_of_it):
                     if stale or state.described is None:
                         state.read()
-                    for origin in state.origins if state.values is None else ():
-                        origin.projected.add(state)
+                    if state.values is None:
+                        state._waits_for_operands()
                 self.memory.one = True
                 for view in self.memory.built - {owner}:
                     view.values = None  # which from now on are those of the owner
-                self.origin.operands.are_wanted()
             return self._viewed()
 
     @contextlib.contextmanager
@@ -459,7 +471,11 @@ class State:
     def _is_replayed(self) -> bool:
         """Whether it is made as eager does it, unless a part of the rows is all that is needed."""
         whole = all(parent.meta.numel() == self.meta.numel() for parent in self._parents())
-        return self._is_replayable() and (whole or self.is_built() or self.described is None)
+        if not self._is_replayable():
+            return False
+        # Of several outputs one may have values, and its operands have changed since.
+        stale = bool(self.others) and any(origin.operands.are_stale() for origin in self.origins)
+        return whole or self.is_built() or self.described is None or stale
 
     def _build(self) -> Tensor:
         if self._is_replayed():

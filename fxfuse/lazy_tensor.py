@@ -275,10 +275,10 @@ def deferring(shapes: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def values_for_hooks() -> Iterator[None]:
-    """Let hooks on what autograd saves see values: they are called where nothing looks up what functions do to these.
+def hooks_as_called_outside() -> Iterator[None]:
+    """Let hooks on what autograd saves use any function: here they are called where none is looked up for these.
 
-    Those of a checkpoint do not look.
+    Those of a checkpoint do nothing to what they see, and are known by who they are.
     """
     hooks = compat.hooks_on_saved()
     if hooks is None or compat.in_checkpoint():
@@ -286,15 +286,11 @@ def values_for_hooks() -> Iterator[None]:
         return
     pack, unpack = hooks
 
-    def pack_values(tensor: Tensor) -> Any:
-        before = _mode.deferring, _mode.shapes
-        _mode.deferring, _mode.shapes = False, False
-        try:
-            return pack(tensor._deferred.read().detach() if isinstance(tensor, LazyTensor) else tensor)
-        finally:
-            _mode.deferring, _mode.shapes = before
+    def pack_outside(tensor: Tensor) -> Any:
+        with compat.functions_looked_up():
+            return pack(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack_values, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack_outside, unpack):
         yield
 
 

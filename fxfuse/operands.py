@@ -147,6 +147,7 @@ class Operands:
         self._exposed: dict[str, Tensor] = {"input": self.head.input.clone()} if exposed else {}
         self._copies = dict(self._exposed)
         self._logits: weakref.ref[Any] | None = None
+        self._user: weakref.ref[Any] | None = None
         self.size = 0
         self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in self._originals.items()}
         _watch.begin()
@@ -222,10 +223,18 @@ class Operands:
             _unread.discard(self)
             self._copies = dict(self._exposed)
 
-    def are_wanted(self) -> None:
-        """Undo ``are_read``: something will have to be computed from them again."""
+    def are_wanted(self, user: Any) -> None:
+        """Undo ``are_read``: something has to be computed from them again, as long as ``user.needs_operands()``."""
+        self._user = weakref.ref(user)
         with _lock:
             _unread.add(self)
+
+    def are_needed(self) -> bool:
+        """Whether something will be computed from them: what would have been may be gone."""
+        if self._user is None:
+            return True
+        user = self._user()
+        return user is not None and bool(user.needs_operands())
 
     def weight_to_keep(self, storages: set[int | None]) -> Tensor | None:
         """The weight, or the copy of it, if it lies in ``storages``, which are about to change."""
@@ -269,6 +278,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 def _copy(optimizer: torch.optim.Optimizer) -> None:
     with _lock:
         waiting = list(_unread)
+    for operands in waiting:
+        if not operands.are_needed():
+            operands.are_read()
+    waiting = [operands for operands in waiting if operands.are_needed()]
     if not waiting:
         return
     parameters = (p for group in optimizer.param_groups for p in group["params"])

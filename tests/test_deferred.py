@@ -998,11 +998,33 @@ def _saved(tensor: Tensor) -> io.BytesIO:
     return file
 
 
-def test_hooks_for_saved_tensors_leave_a_loss_fused() -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, s: ce(z.float() / 2, s.y),
+        lambda z, s: F.nll_loss(z.view(-1, VOCAB).log_softmax(-1), s.y.view(-1)),
+        lambda z, s: (z.logsumexp(-1) - z.gather(-1, s.y[..., None])[..., 0]).sum(),
+        lambda z, s: ce(torch.tanh(z / 30) * 30, s.y),
+        lambda z, s: ce(z * s.b[:1].exp(), s.y),
+    ],
+)
+def test_hooks_for_saved_tensors_leave_a_loss_fused(loss: Any) -> None:
+    """Also where what makes its logits or log-probabilities would save these."""
     s = DeferredWorld.make()
+    z = s.z
     with dense_reads() as reads, torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        ce(s.z.float() / 2, s.y).backward()
+        value = loss(z, s)
+    value.backward()
     assert not reads
+
+
+def test_a_hook_that_writes_to_what_is_saved_is_refused() -> None:
+    for z in (World.make().z, DeferredWorld.make().z):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t.mul_(2), lambda t: t),
+            pytest.raises(RuntimeError, match="modifying its input in place"),
+        ):
+            z.square()
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -1632,6 +1654,39 @@ def test_a_copy_goes_when_the_last_that_waits_is_read() -> None:
         assert _has_copy(z)
         waiting.sin()
         assert not _has_copy(z)
+
+
+def test_a_step_copies_nothing_for_what_is_gone_or_read() -> None:
+    s = DeferredWorld.make()
+    s.w.grad = torch.ones_like(s.w)
+    with torch.no_grad():
+        gone, read = s.z, s.z
+        last = gone[:, [-1]]
+        waiting = last.clone()
+        last.zero_()
+        gone.sin()
+        del waiting, last
+        read.numpy()
+        torch.optim.SGD([s.w], lr=0.1).step()
+        assert not _has_copy(gone) and not _has_copy(read)
+
+
+@pytest.mark.parametrize("other_weight", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_made_of_two_outputs_stays_when_one_is_read_before_a_step(when: str, other_weight: bool) -> None:
+    def run(world: World) -> list[Tensor]:
+        with torch.no_grad():
+            first = world.z
+            second = world.project(world.x.sin(), world.w.cos() if other_weight else world.w)
+            logs = first.log_softmax(-1), second.log_softmax(-1)
+            both = torch.stack(logs) if when == "before" else None
+            first.sin()
+            world.w.grad = torch.ones_like(world.w)
+            torch.optim.SGD([world.w], lr=0.1).step()
+            both = torch.stack(logs) if both is None else both
+        return [both.exp().sum(-1), both.sin(), both.logsumexp(0)]
+
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
 
 
 @pytest.mark.parametrize("write", [lambda z: z[0].zero_(), lambda z: z.div_(2), lambda z: z.numpy()])
