@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -96,6 +97,23 @@ def untraceable(why: str) -> Exception:
 def hooks_on_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The hooks that pack and unpack what autograd saves, if there are any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_traced() -> bool:
+    """Whether ``make_fx`` (as of ``torch.func.linearize``) or ``torch.jit.trace`` writes down what operators do."""
+    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
+
+
+@contextlib.contextmanager
+def tracers_set_aside() -> Iterator[None]:
+    """Let nothing be written down meanwhile."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with disable_dispatch_modes():
+            yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def functions_looked_up() -> contextlib.AbstractContextManager[None]:

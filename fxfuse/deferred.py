@@ -56,6 +56,9 @@ class DeferredLogits(LazyTensor):
         kwargs = kwargs or {}
         if not _KNOWN.issuperset(types):
             return _beside_another_subclass(func, args, kwargs)
+        if compat.is_traced():  # which would write down how they are computed
+            with compat.tracers_set_aside():
+                tree_map_only(DeferredLogits, lambda tensor: tensor._deferred.share(), (args, kwargs))
         if func in _DATA:
             args = tuple(_DATA[func](arg) if isinstance(arg, DeferredLogits) else arg for arg in args)
             if func is Tensor.__deepcopy__:

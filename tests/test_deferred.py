@@ -12,6 +12,7 @@ import operator
 import re
 import sys
 import time
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from helpers import LargestTensor, compiled, dense_reads, new_sites
 from programs import BATCH, HIDDEN, TIME, VOCAB, DeferredWorld, World, ce
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -1036,6 +1038,43 @@ def test_a_checkpoint_around_a_fused_reader(early_stop: bool, device: str) -> No
         return fused, mixed
 
     assert_as_eager(program, device)
+
+
+# --- tracers ------------------------------------------------------------------------------------------------
+
+
+TRACED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "loss": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
+    "row": lambda z, y: z[:, -1].logsumexp(-1).sum(),
+    "entries": lambda z, y: z.max(-1).values.sum() + z.gather(-1, y[..., None]).sum(),
+    "all": lambda z, y: z.sigmoid().sum(),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_other_tracers_write_down_eager_operators(name: str) -> None:
+    """Of logits that are an argument, and of some that are a constant."""
+    program = TRACED[name]
+
+    def run(world: World) -> list[Tensor]:
+        y, other = world.y, world.z.detach().cos() + 0
+        jit = functools.partial(torch.jit.trace, check_trace=False)
+
+        def of_constant(z: Tensor, trace: Any) -> Tensor:
+            return trace(lambda t: program(z * t, y))(torch.tensor(0.5))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jit is deprecated
+            value, derivative = torch.func.linearize(lambda z: program(z, y), world.z.detach())
+            return [
+                value,
+                derivative(other),
+                jit(lambda z: program(z, y), (world.z.detach(),))(other),
+                of_constant(world.z.detach(), lambda f: make_fx(f)(torch.tensor(2.0))),
+                of_constant(world.z.detach(), lambda f: jit(f, (torch.tensor(2.0),))),
+            ]
+
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
 
 
 # --- storing --------------------------------------------------------------------------------------------------
