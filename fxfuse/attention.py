@@ -373,7 +373,7 @@ def _diff(of: Of, node: Node, input: Any, n: Any = 1, dim: Any = -1, prepend: An
 
 def _cumsum(of: Of, node: Node, input: Any, dim: Any) -> Held | None:
     held = _numbers(of, input)
-    if held is None or held.slopes or _example(node).dim() == 0:
+    if held is None or held.slopes:
         return None
     return _affine(held.const, {dim if dim < 0 else dim - _example(node).dim(): held.const})
 

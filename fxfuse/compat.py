@@ -99,6 +99,17 @@ def hooks_on_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] 
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def saving_is_watched() -> bool:
+    """Whether hooks see what autograd saves: those of a checkpoint, say, under which a program must repeat itself."""
+    return hooks_on_saved() is not None
+
+
+def in_checkpoint() -> bool:
+    """Whether a function runs that the backward of a non-reentrant checkpoint will run again, or does."""
+    hooks = hooks_on_saved()
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def is_traced() -> bool:
     """Whether ``make_fx`` (as of ``torch.func.linearize``) or ``torch.jit.trace`` writes down what operators do."""
     return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
@@ -119,17 +130,6 @@ def tracers_set_aside() -> Iterator[None]:
 def functions_looked_up() -> contextlib.AbstractContextManager[None]:
     """Let functions be looked up in subclasses of ``Tensor`` again, where they are not."""
     return torch._C._EnableTorchFunction()
-
-
-def saving_is_watched() -> bool:
-    """Whether hooks see what autograd saves: those of a checkpoint, say, under which a program must repeat itself."""
-    return hooks_on_saved() is not None
-
-
-def in_checkpoint() -> bool:
-    """Whether a function runs that the backward of a non-reentrant checkpoint will run again, or does."""
-    hooks = hooks_on_saved()
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def has_node(example: Tensor) -> bool | None:

@@ -14,8 +14,9 @@ from . import compat
 from .algebra import Head, Logits, quickly_replace
 from .deferred import DeferredLogits, describe
 from .eager import dense, pull_back
-from .lazy import Origin, State
+from .lazy import State
 from .operands import Operands, Trained
+from .origin import Origin
 from .report.chain import Way
 from .report.records import Site, journal
 from .report.source import caller

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from . import compat, errors
-from .lazy import Origin, State
+from .lazy import State
+from .origin import Origin
 from .places import have_one_memory
 
 

@@ -277,11 +277,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 def _copy(optimizer: torch.optim.Optimizer) -> None:
     with _lock:
-        waiting = list(_unread)
-    for operands in waiting:
-        if not operands.are_needed():
+        unread = list(_unread)
+    waiting = []
+    for operands in unread:
+        if operands.are_needed():
+            waiting.append(operands)
+        else:
             operands.are_read()
-    waiting = [operands for operands in waiting if operands.are_needed()]
     if not waiting:
         return
     parameters = (p for group in optimizer.param_groups for p in group["params"])

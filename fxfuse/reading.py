@@ -11,7 +11,8 @@ from torch import Tensor
 from . import compat, errors
 from .algebra import Head, OfTwoHeads
 from .eager import EMIT
-from .lazy import Given, Origin, State
+from .lazy import State
+from .origin import Given, Origin
 from .passes import class_sum, compute, finished, operands_of, statistics
 from .readers import Beside, Reader, Statistics
 from .rules import Call
@@ -34,10 +35,10 @@ def heads_for(states: list[State], call: Call, readers: tuple[Reader, ...]) -> F
             call.keep("subclass")
     found: Found = {}
     for head, trained in source.heads().items():
-        operands = origins[head].operands
-        if isinstance(readers[0], Beside):  # of which it takes only sizes
+        if isinstance(readers[0], Beside):  # which takes only sizes of it
             found[head] = origins[head], head
             continue
+        operands = origins[head].operands
         trained &= requires_grad
         try:
             as_they_were = operands.as_they_were()

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import fxfuse
 from fxfuse import lazy, lazy_tensor, operands, passes, reading
 from fxfuse.deferred import DeferredLogits
+from fxfuse.origin import MOST_USED
 from fxfuse.report.records import journal
 
 Program = Callable[[Tensor, World], Any]
@@ -1792,11 +1793,11 @@ def test_a_row_of_many_costs_no_more_than_one_of_few(name: str) -> None:
 def test_what_is_remembered_of_reads_is_bounded() -> None:
     s = DeferredWorld.make()
     z = s.z
-    for _ in range(lazy.MOST_USED + 10):
+    for _ in range(MOST_USED + 10):
         (z - z.logsumexp(-1, True))[..., 0].sum()
         z[0, torch.randint(TIME, (2,))].logsumexp(-1)
     origin = z._deferred.origin
-    assert len(origin.used) <= lazy.MOST_USED and len(origin.log_sum_exps) <= reading.MOST_KEPT
+    assert len(origin.used) <= MOST_USED and len(origin.log_sum_exps) <= reading.MOST_KEPT
     world = World.make()
     for loss in (lambda z: (z - z.logsumexp(-1, True)).gather(-1, s.y[..., None]).sum(), lambda z: ce(z, s.y)):
         loss(z).backward(retain_graph=True)

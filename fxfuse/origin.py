@@ -1,0 +1,217 @@
+"""What all tensors share that come from one output of one call: its operands, and what was read of it so far."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .algebra import ClassTensor
+from .eager import EMIT
+from .operands import Operands
+from .readers import Reader, Statistics
+from .report.chain import Way
+from .report.records import Site
+
+if TYPE_CHECKING:
+    from .lazy import State
+
+MOST_GIVEN = 64  # reads whose entries an output remembers
+MOST_USED = 256  # normalisers that are watched for who waits for their gradients
+_waiting = threading.RLock()  # for ``Origin.projected``: taken last, and let go at once
+
+
+@dataclass(frozen=True)
+class Given:
+    """Entries that a fused op returned. It rounds otherwise than a product, but who compares them must find them there.
+
+    Attributes:
+        source: what they are entries of.
+        index: their classes ``[N, K]``; negative for none.
+        values: ``[N, K]``, in the dtype of the source.
+        bound: 1 where no other entry of the row may be larger, -1 where none may be smaller, else 0.
+        chosen: how they were chosen; None for those of an index.
+    """
+
+    source: ClassTensor
+    index: Tensor
+    values: Tensor
+    bound: int
+    chosen: Any = None
+
+    @classmethod
+    def by(cls, reader: Reader, stats: Statistics, index: Tensor | None) -> Given:
+        """What ``reader`` returns of ``stats``."""
+        assert reader.entries is not None
+        values = reader.entries(EMIT, stats).detach().to(reader.source.dtype)
+        index = stats.argmax if reader.want_top else index
+        assert index is not None
+        bound, chosen = int(reader.want_top), reader.chosen or reader.want_top or None
+        if reader.chosen is not None:
+            _, largest, _ = reader.chosen
+            bound = 1 if largest else -1
+        shape = values.shape[0], max(1, values.numel() // max(1, values.shape[0]))  # of no rows, too
+        return cls(reader.source, index.reshape(shape), values.reshape(shape), bound, chosen)
+
+    def is_of(self, described: ClassTensor) -> bool:
+        mine = self.source
+        alike = type(mine) is type(described) and mine.dtype == described.dtype and mine.factor == described.factor
+        return alike and mine.has_logits_of(described)
+
+    def is_again(self, other: Given) -> bool:
+        """Whether they are the same entries as ``other``, which gives the same values."""
+        return self.chosen is not None and self.chosen == other.chosen and self.is_of(other.source)
+
+    def put_into(self, values: Tensor) -> Tensor:
+        """``values`` of the source with them in their places, changed in place if they can be."""
+        if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
+            values = values.clone()
+        _ = self._enter(values.movedim(self.source.class_dim, -1), self.index, self.values)
+        return values
+
+    def put_into_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """The same for some rows ``[n, V]``, of so many: changed in place."""
+        at = numbers.to(self.index.device)
+        return self._enter(rows, self.index[at], self.values[at])
+
+    def _enter(self, rows: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        of_row = *rows.shape[:-1], 1
+        if self.bound:
+            last = (values.amin(1) if self.bound > 0 else values.amax(1)).view(of_row)
+            last = torch.where(last == last, last, self.bound * float("inf"))
+            _ = rows.clamp_(max=last) if self.bound > 0 else rows.clamp_(min=last)
+        for column, given in zip(index.unbind(1), values.unbind(1), strict=True):
+            at, one = column.reshape(of_row), given.reshape(of_row)
+            there = at.clamp(min=0)
+            rows.scatter_(-1, there, torch.where(at < 0, rows.gather(-1, there), one))
+        return rows
+
+
+class _Normaliser:
+    """What normalises rows, as it was returned. To take it for that is to send no gradient through it."""
+
+    def __init__(self, reader: Reader, tensor: Tensor) -> None:
+        self.reader = reader
+        self.is_used = False  # was taken for that
+        self._values = tensor.detach().clone()
+        self._version, self._grad_fn = tensor._version, tensor.grad_fn
+        self._hooks = _hooks(tensor)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is what it was, to autograd and behind its back."""
+        if self.is_watched(tensor) or tensor.grad_fn is not self._grad_fn or tensor._version != self._version:
+            return False
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True  # nothing may wait for the device
+        return torch.equal(tensor, self._values)
+
+    def is_watched(self, tensor: Tensor) -> bool:
+        """Whether something waits for its gradient."""
+        return tensor.retains_grad or _hooks(tensor) != self._hooks
+
+
+def _hooks(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ())
+
+
+@dataclass(eq=False)
+class Origin:
+    """What all tensors share that come from one output of one call.
+
+    Attributes:
+        site: the head, for the report.
+        operands: of the projection.
+        memory: the option ``fxfuse.memory``.
+        weight: the number of the parameter that the logits are made of, for the report; None if it is none.
+        hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
+        bypassed: a fused op has read one of them, and its gradients do not pass through any.
+        signals: hooks that are to be called when a backward pass comes here, whatever its gradient is.
+        lock: held while values are made.
+        log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
+            selected and scaled by.
+        way: how the output came to be, for the report; None where that is not known.
+        used: of these, those that were taken for that: they may die, and their hooks live on.
+        given: entries that fused ops have returned.
+        is_read: the output has values.
+    """
+
+    site: Site
+    operands: Operands
+    memory: int
+    weight: int | None = None
+    hooked: bool = False
+    bypassed: bool = False
+    signals: list[Callable[[Tensor], Any]] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.RLock)
+    log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
+    way: Way | None = None
+    used: list[tuple[_Normaliser, Tensor]] = field(default_factory=list)
+    given: list[Given] = field(default_factory=list)
+    is_read: bool = False
+
+    # Most logits are never read, and what only reading needs takes time to make.
+
+    @functools.cached_property
+    def normalisers(self) -> Any:
+        """What was read that normalises rows."""
+        return WeakTensorKeyDictionary()
+
+    @functools.cached_property
+    def projected(self) -> weakref.WeakSet[State]:
+        """What can be computed of the operands only, as what it is made of may have been written to."""
+        return weakref.WeakSet()
+
+    def keep_operands_for(self, state: State) -> None:
+        """Something will be computed of them, though the output may have values."""
+        with _waiting:
+            self.projected.add(state)
+        self.operands.are_wanted(self)
+
+    def needs_operands(self) -> bool:
+        """Whether something that has no values yet will be computed of them."""
+        with _waiting:
+            return not self.is_read or any(state.values is None for state in self.projected)
+
+    def let_operands_go(self) -> None:
+        """Let them change from now on, if nothing needs them any more."""
+        if not self.needs_operands():
+            self.operands.are_read()
+
+    def note(self, given: Iterable[Given]) -> None:
+        """Remember entries, of so many reads, that a long life does not fill the memory."""
+        for new in given:
+            self.given = [*(old for old in self.given if not old.is_again(new)), new][-MOST_GIVEN:]
+
+    def remember(self, readers: Sequence[Reader], results: Sequence[Tensor]) -> None:
+        """Note what readers returned that normalises rows."""
+        for reader, result in zip(readers, results, strict=True):
+            if reader.normalises and not result.is_inference():
+                self.normalisers[result] = _Normaliser(reader, result)
+
+    def reader_of(self, tensor: Any) -> Reader | None:
+        """The reader that returned a tensor, with an axis for the classes; None where that is not known."""
+        known = self.normalisers.get(tensor) if isinstance(tensor, Tensor) else None
+        if known is None or not known.is_still(tensor) or tensor.dim() != len(known.reader.source.shape):
+            return None
+        if tensor.requires_grad and not known.is_used:  # else nothing can wait for its gradient
+            if len(self.used) == MOST_USED:
+                return None
+            known.is_used = True
+            self.used.append((known, tensor))
+        return known.reader
+
+    def waits_for_gradients(self) -> bool:
+        """Whether something waits for the gradient of one of them, or of what was taken for their normaliser."""
+        return self.hooked or any(known.is_watched(tensor) for known, tensor in self.used)
+
+    @property
+    def head(self) -> str:
+        """``file.py:line`` of the projection."""
+        return self.way.projection.where if self.way else self.site.where
