@@ -8,7 +8,6 @@ are views of one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from .algebra import ClassTensor, Head
 from .eager import dense
-from .origin import Given, Origin
+from .origin import Given, Origin, join, locked
 from .places import along, in_common, laid_out, placed, put_runs, take_runs, write
 from .report.chain import Applied
 from .report.records import journal
@@ -92,12 +91,17 @@ class State:
     memory: Memory = field(init=False)
 
     def __post_init__(self) -> None:
-        parents = () if self.thunk is None else tuple(self._parents())
-        self.memory = parents[0].memory if self.is_view and parents else Memory(weakref.ref(self))
-        with self.origin.lock:
+        if self.thunk is None:  # nobody else knows the output yet
+            self.memory = Memory(weakref.ref(self))
             self.memory.views.add(self)
-        for part in () if self.is_view else parents:
-            with part.origin.lock:
+            return
+        parents = tuple(self._parents())
+        self.memory = parents[0].memory if self.is_view else Memory(weakref.ref(self))
+        with locked(self.origins):
+            if self.others:
+                join(self.origins)
+            self.memory.views.add(self)
+            for part in () if self.is_view else parents:
                 part.memory.made_of_it.add(self)
 
     @property
@@ -107,7 +111,7 @@ class State:
 
     def read(self) -> Tensor:
         """The values, perhaps in memory of their own."""
-        with self._locked():
+        with locked(self.origins):
             if self.memory.one:
                 return self._viewed()
             if self.values is None:
@@ -131,7 +135,7 @@ class State:
 
     def share(self) -> Tensor:
         """The values in the memory that every view of it has."""
-        with self._locked():
+        with locked(self.origins):
             if not self.memory.one:
                 owner = self._owner()
                 values = owner.read()
@@ -148,14 +152,6 @@ class State:
                 for view in self.memory.built - {owner}:
                     view.values = None  # which from now on are those of the owner
             return self._viewed()
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        # All in one order, before the locks of what it is made of: two threads may read what shares two origins.
-        with contextlib.ExitStack() as held:
-            for origin in sorted(self.origins, key=id):
-                held.enter_context(origin.lock)
-            yield
 
     def is_built(self) -> bool:
         """Whether the values can be had without a product."""
@@ -177,7 +173,7 @@ class State:
 
     def is_read_in_part(self) -> bool:
         """Whether some of its values, at least, are known."""
-        with self._locked():
+        with locked(self.origins):
             if self.is_built():
                 return True
             return any(in_common(self.meta, other.meta) != () for other in self.memory.built)

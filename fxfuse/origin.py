@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -133,13 +134,14 @@ class Origin:
         hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
         bypassed: a fused op has read one of them, and its gradients do not pass through any.
         signals: hooks that are to be called when a backward pass comes here, whatever its gradient is.
-        lock: held while values are made.
+        lock: held while values are made, see ``locked``.
         log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
             selected and scaled by.
         way: how the output came to be, for the report; None where that is not known.
         used: of these, those that were taken for that: they may die, and their hooks live on.
         given: entries that fused ops have returned.
         is_read: the output has values.
+        partners: outputs of which, and of this one, something was made.
     """
 
     site: Site
@@ -155,6 +157,7 @@ class Origin:
     used: list[tuple[_Normaliser, Tensor]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     is_read: bool = False
+    partners: tuple[weakref.ref[Origin], ...] = ()
 
     # Most logits are never read, and what only reading needs takes time to make.
 
@@ -215,3 +218,37 @@ class Origin:
     def head(self) -> str:
         """``file.py:line`` of the projection."""
         return self.way.projection.where if self.way else self.site.where
+
+
+@contextlib.contextmanager
+def locked(origins: Iterable[Origin]) -> Iterator[None]:
+    """Hold the locks of these, of their partners, of the partners' partners and so on.
+
+    A write to one output reads what was made of it, which may be made of another one too, so that all of them are taken
+    at once, in one order: of threads that write to one each, none waits for what the other has.
+    """
+    origins = set(origins)
+    while True:
+        together = _together(origins)
+        with contextlib.ExitStack() as held:
+            for origin in sorted(together, key=id):
+                held.enter_context(origin.lock)
+            if _together(origins) == together:  # from now on they stay what they are
+                yield
+                return
+
+
+def _together(origins: set[Origin]) -> set[Origin]:
+    found, waiting = set(origins), list(origins)
+    while waiting:
+        new = {partner for ref in waiting.pop().partners if (partner := ref()) is not None} - found
+        found |= new
+        waiting += new
+    return found
+
+
+def join(origins: Sequence[Origin]) -> None:
+    """Make these, whose locks are held, partners: something is made of all of them."""
+    for one in origins:
+        known = {partner for ref in one.partners if (partner := ref()) is not None}
+        one.partners = tuple(map(weakref.ref, {*known, *origins} - {one}))

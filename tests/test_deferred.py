@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -11,6 +12,7 @@ import itertools
 import operator
 import re
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -1179,6 +1181,35 @@ def test_reads_from_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (z == 7).all() and (part == 7).all()
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_writes_from_several_threads_to_what_something_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each must read what is made of both before it writes to one, when both have begun."""
+    worlds = [DeferredWorld.make(seed=seed) for seed in range(2)]
+    with torch.no_grad():
+        logs = [world.z.log_softmax(-1) for world in worlds]
+        difference = logs[0] - logs[1]
+        expected = [World.make(seed=seed).z.log_softmax(-1) for seed in range(2)]
+    assert type(difference) is DeferredLogits
+    for log, world in zip(logs, worlds, strict=True):
+        log.tolist()
+        world.w.grad = torch.ones_like(world.w)
+        torch.optim.SGD([world.w], lr=0.1).step()
+    barrier, lazily_placed = threading.Barrier(2), lazy.placed
+
+    def placed_after_a_while(*args: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(0.3)
+        return lazily_placed(*args)
+
+    monkeypatch.setattr(lazy, "placed", placed_after_a_while)
+    writers = [threading.Thread(target=log.zero_, daemon=True) for log in logs]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(30)
+    assert not any(writer.is_alive() for writer in writers)
+    torch.testing.assert_close(difference.clone(), expected[0] - expected[1])
 
 
 # --- stale operands -------------------------------------------------------------------------------------------
