@@ -24,6 +24,7 @@ from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
 from .lazy import Described, parts_of
 from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, hooks_as_called_outside, plain_of
+from .origin import locked
 from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
@@ -299,10 +300,11 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
             call.keep("unknown_reader", "a checkpointed function")
-        heads = heads_for([t._deferred for t in deferred], call, readers)
+        with locked(origin for t in deferred for origin in t._deferred.origins):
+            heads = heads_for([t._deferred for t in deferred], call, readers)
+            results = read(call, readers, heads)
     except (Keep, NotDeferred):
         return NotImplemented
-    results = read(call, readers, heads)
     for origin, _ in heads.values():
         before = origin.way.chain if origin.way else "…"
         journal.note_fused(origin.site, origin.weight, origin.head, caller(), before, calls)

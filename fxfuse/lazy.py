@@ -38,14 +38,14 @@ def parts_of(described: Described) -> tuple[ClassTensor, ...]:
 
 @dataclass(eq=False)
 class Memory:
-    """What tensors share that have one memory in eager: the one that owns it, and whether theirs must be one too.
+    """What tensors share that have one memory in eager: whether theirs must be one too.
 
     Of all its ``views`` some are ``built``: they have values, of their own unless it must be one.
 
-    Every view leads to the owner, which leads here: not back, so that all goes at once when the last tensor does.
+    Every view leads to what it is a view of, and here; nothing leads back, so that all goes at once when the last
+    tensor does.
     """
 
-    owner: weakref.ref[State]
     one: bool = False
     views: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
 
@@ -92,11 +92,11 @@ class State:
 
     def __post_init__(self) -> None:
         if self.thunk is None:  # nobody else knows the output yet
-            self.memory = Memory(weakref.ref(self))
+            self.memory = Memory()
             self.memory.views.add(self)
             return
         parents = tuple(self._parents())
-        self.memory = parents[0].memory if self.is_view else Memory(weakref.ref(self))
+        self.memory = parents[0].memory if self.is_view else Memory()
         with locked(self.origins):
             if self.others:
                 join(self.origins)
@@ -163,9 +163,10 @@ class State:
     # the gradient of ``amax``, say, looks for its result among the values that it was taken of.
 
     def _owner(self) -> State:
-        owner = self.memory.owner()
-        assert owner is not None
-        return owner
+        state = self
+        while state.is_view:
+            (state,) = state._parents()  # a view is one of one tensor
+        return state
 
     def _given(self) -> list[Given]:
         described = self.described
@@ -258,7 +259,7 @@ class State:
         state, owner = self, self._owner()
         while state is not owner:
             views.append(state)
-            (state,) = state._parents()  # a view is one of one tensor
+            (state,) = state._parents()
         assert owner.values is not None
         values = owner.values
         for view in reversed(views):
@@ -295,6 +296,10 @@ class State:
     def _project(self, described: Described) -> Tensor:
         parts = [dense(part.with_heads(as_they_were(self.origins, part))) for part in parts_of(described)]
         values = torch.stack(parts) if isinstance(described, tuple) else parts[0]
+        used = {head for part in parts_of(described) for head in part.heads()}
+        for origin in self.origins:
+            if origin.operands.head in used:
+                origin.operands.were_not_written_to()
         origin = self.origin
         journal.note("read", origin.site, origin.weight, origin.head, caller(), values.nbytes)
         return laid_out(values, self.meta)

@@ -24,10 +24,11 @@ from .algebra import Head
 
 # One for each class of a vocabulary. Reading far apart is what they cost: microseconds on a GPU, 6 ns each on a CPU.
 _MOST_SAMPLES = 1 << 19
+_IN_PLACE = "it was changed in place"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_unread: weakref.WeakSet[Operands] = weakref.WeakSet()
-_lock = threading.Lock()
+# By their ids, as one that a finaliser reads may leave while these are listed.
+_unread: weakref.WeakValueDictionary[int, Operands] = weakref.WeakValueDictionary()
 
 
 class _Seal:
@@ -44,14 +45,18 @@ class _Seal:
         self.sample_of = _sample if copy is None else Tensor.detach
         self.sample = _sample(tensor) if copy is None else copy
 
+    def is_written_to(self, tensor: Tensor) -> bool:
+        """Whether autograd knows of a write to ``tensor``."""
+        return self.version is not None and tensor._version != self.version
+
     def broken(self, tensor: Tensor) -> str:
         """How ``tensor`` was changed; empty if it was not, as far as can be seen."""
         if tensor.untyped_storage().nbytes() == 0:
             return "its memory was freed"
         if tensor.data_ptr() != self.address:
             return "its .data was replaced"
-        if self.version is not None and tensor._version != self.version:
-            return "it was changed in place"
+        if self.is_written_to(tensor):
+            return _IN_PLACE
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return ""  # nothing may wait for the device
         same = torch.equal(_bits(self.sample_of(tensor)), _bits(self.sample))
@@ -128,6 +133,8 @@ class Operands:
     Attributes:
         head: the operands, for values: no gradient flows to the hidden states.
         size: the bytes of the logits.
+        lock: held while something is computed from them, and while they are copied for a step: a step in another thread
+            waits.
     """
 
     def __init__(self, head: Head, exposed: bool, where: str, on_copy: Callable[[int], None]) -> None:
@@ -149,10 +156,10 @@ class Operands:
         self._logits: weakref.ref[Any] | None = None
         self._user: weakref.ref[Any] | None = None
         self.size = 0
+        self.lock = threading.RLock()
         self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in self._originals.items()}
         _watch.begin()
-        with _lock:
-            _unread.add(self)
+        _unread[id(self)] = self
         _watch.now()
 
     def as_they_were(self) -> Head:
@@ -165,6 +172,17 @@ class Operands:
             raise errors.stale_logits(name, how, self._where)
         copies: dict[str, Any] = self._copies
         return self.head.of(**copies)
+
+    def were_not_written_to(self) -> None:
+        """For the end of what is computed from them: another thread may have begun to change them meanwhile.
+
+        Raises:
+            StaleLogitsError: it has.
+        """
+        originals = self._as_others_have_them()
+        for name, seal in self._seals.items():
+            if name not in self._copies and seal.is_written_to(originals[name]):
+                raise errors.stale_logits(name, _IN_PLACE, self._where)
 
     def are_stale(self) -> bool:
         """Whether the logits cannot be computed any more."""
@@ -219,15 +237,13 @@ class Operands:
 
     def are_read(self) -> None:
         """From now on the logits exist: no copy is needed, but of what others may write to."""
-        with _lock:
-            _unread.discard(self)
-            self._copies = dict(self._exposed)
+        _unread.pop(id(self), None)
+        self._copies = dict(self._exposed)
 
     def are_wanted(self, user: Any) -> None:
         """Undo ``are_read``: something has to be computed from them again, as long as ``user.needs_operands()``."""
         self._user = weakref.ref(user)
-        with _lock:
-            _unread.add(self)
+        _unread[id(self)] = self
 
     def are_needed(self) -> bool:
         """Whether something will be computed from them: what would have been may be gone."""
@@ -243,14 +259,15 @@ class Operands:
 
     def keep(self, storages: set[int | None], copies: dict[int, Tensor]) -> None:
         """Copy the operands that lie in ``storages``."""
-        for name, seal in self._seals.items():
-            tensor = self._originals[name]
-            if name in self._copies or compat.storage(tensor) not in storages or seal.broken(tensor):
-                continue  # what has changed already is too late to copy; reading says so
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().clone()
-                self._on_copy(copies[id(tensor)].nbytes)
-            self._copies[name] = copies[id(tensor)]
+        with self.lock:
+            for name, seal in self._seals.items():
+                tensor = self._originals[name]
+                if name in self._copies or compat.storage(tensor) not in storages or seal.broken(tensor):
+                    continue  # what has changed already is too late to copy; reading says so
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = tensor.detach().clone()
+                    self._on_copy(copies[id(tensor)].nbytes)
+                self._copies[name] = copies[id(tensor)]
 
 
 @torch._dynamo.disable(reason=errors.STEP_NOT_TRACEABLE)
@@ -276,10 +293,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _copy(optimizer: torch.optim.Optimizer) -> None:
-    with _lock:
-        unread = list(_unread)
     waiting = []
-    for operands in unread:
+    for ref in _unread.valuerefs():
+        operands = ref()
+        if operands is None:
+            continue
         if operands.are_needed():
             waiting.append(operands)
         else:

@@ -134,7 +134,6 @@ class Origin:
         hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
         bypassed: a fused op has read one of them, and its gradients do not pass through any.
         signals: hooks that are to be called when a backward pass comes here, whatever its gradient is.
-        lock: held while values are made, see ``locked``.
         log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
             selected and scaled by.
         way: how the output came to be, for the report; None where that is not known.
@@ -151,7 +150,6 @@ class Origin:
     hooked: bool = False
     bypassed: bool = False
     signals: list[Callable[[Tensor], Any]] = field(default_factory=list)
-    lock: Any = field(default_factory=threading.RLock)
     log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
     way: Way | None = None
     used: list[tuple[_Normaliser, Tensor]] = field(default_factory=list)
@@ -222,7 +220,7 @@ class Origin:
 
 @contextlib.contextmanager
 def locked(origins: Iterable[Origin]) -> Iterator[None]:
-    """Hold the locks of these, of their partners, of the partners' partners and so on.
+    """Hold the locks of the operands of these, of their partners, of the partners' partners and so on.
 
     A write to one output reads what was made of it, which may be made of another one too, so that all of them are taken
     at once, in one order: of threads that write to one each, none waits for what the other has.
@@ -232,7 +230,7 @@ def locked(origins: Iterable[Origin]) -> Iterator[None]:
         together = _together(origins)
         with contextlib.ExitStack() as held:
             for origin in sorted(together, key=id):
-                held.enter_context(origin.lock)
+                held.enter_context(origin.operands.lock)
             if _together(origins) == together:  # from now on they stay what they are
                 yield
                 return

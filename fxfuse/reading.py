@@ -82,7 +82,10 @@ def wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
 
 
 def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
-    """What ``readers`` of the same logits return, by a fused op from operands of the heads that were ``found``."""
+    """What ``readers`` of the same logits return, by a fused op from operands of the heads that were ``found``.
+
+    The caller holds the locks of their origins.
+    """
     source = readers[0].source
     origin, _ = found[source.head]
     grad = wants_gradients(call, readers)
@@ -105,10 +108,9 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     elif shares and reader.coefficients is None and reader.chosen is None:
         results, lse = statistics(EMIT, computed, operands, origin.memory)
         if not reader.skip_unindexed:  # it would be that of some of the rows
-            with origin.lock:
-                kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
-                if len(kept) > MOST_KEPT:
-                    del kept[next(iter(kept))]  # the oldest
+            kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
+            if len(kept) > MOST_KEPT:
+                del kept[next(iter(kept))]  # the oldest
     else:
         _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory)
     # In memory of its own: the backward may need what it was made of.
@@ -119,6 +121,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     ]
     origin.note(given)
     for one, _ in found.values():
+        if not isinstance(reader, Beside):
+            one.operands.were_not_written_to()
         one.bypassed |= grad
         for result in results:
             for signal in one.signals if result.requires_grad else ():

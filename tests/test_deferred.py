@@ -1212,6 +1212,75 @@ def test_writes_from_several_threads_to_what_something_is_made_of(monkeypatch: p
     torch.testing.assert_close(difference.clone(), expected[0] - expected[1])
 
 
+@pytest.mark.parametrize("by_step", [True, False])
+@pytest.mark.parametrize(
+    ("place", "read"),
+    [("lazy.dense", lambda z: z.sin()), ("reading.statistics", lambda z: z.logsumexp(-1))],
+    ids=["values", "statistics"],
+)
+def test_a_weight_that_changes_while_another_thread_reads(
+    place: str, read: Callable[[Tensor], Tensor], by_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step waits; of another write the reader says that it came."""
+    world = DeferredWorld.make()
+    z = world.z.detach()
+    begun, module = threading.Event(), {"lazy": lazy, "reading": reading}[place.partition(".")[0]]
+    original = getattr(module, place.partition(".")[2])
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return original(*args)
+
+    monkeypatch.setattr(module, place.partition(".")[2], slow)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(read, z)
+        assert begun.wait(30)
+        if by_step:
+            world.w.grad = torch.ones_like(world.w)
+            torch.optim.SGD([world.w], lr=0.1).step()
+            torch.testing.assert_close(result.result(), read(World.make().z.detach()))
+        else:
+            with torch.no_grad():
+                world.w.add_(1)
+            with pytest.raises(RuntimeError, match="changed in place"):
+                result.result()
+
+
+def test_a_finaliser_may_read_logits_while_a_step_looks_for_some() -> None:
+    """The garbage collector may run anywhere."""
+
+    class Reads:
+        def __init__(self, z: Tensor) -> None:
+            self.z, self.me = z, self
+
+        def __del__(self) -> None:
+            read.append(self.z.sin())
+
+    read: list[Tensor] = []
+
+    def work() -> None:
+        world = DeferredWorld.make()
+        world.w.grad = torch.zeros_like(world.w)
+        optimizer = torch.optim.SGD([world.w], lr=0.1)
+        kept = [world.z for _ in range(20)]
+        before = gc.get_threshold()
+        try:
+            for i in range(150):
+                gc.set_threshold(3 + i % 60, 1, 1)
+                Reads(world.z.detach())
+                optimizer.step()
+        finally:
+            gc.set_threshold(*before)
+            gc.collect()
+        del kept
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(60)
+    assert not worker.is_alive() and len(read) == 150
+
+
 # --- stale operands -------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
