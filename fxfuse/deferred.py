@@ -44,7 +44,8 @@ class DeferredLogits(LazyTensor):
         StaleLogitsError: from a read, after the hidden states, the weight or the bias have been changed by anything
             but the step of an optimizer.
         FxfuseError: from a hook, ``retain_grad`` or ``autograd.grad`` for a gradient that has gone past it; from a
-            change of its shape or memory in place (``unsqueeze_``, ``resize_``, ``set_``, ``.data =``).
+            change of its shape or memory in place (``unsqueeze_``, ``resize_``, ``set_``, ``.data =``, ``out=`` of a
+            result of another shape).
         Unsupported: from Dynamo, where another function that is compiled with ``fullgraph=True`` uses it.
     """
 
@@ -112,7 +113,10 @@ _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
     **{getattr(Tensor, name): _looked_at for name in ("tolist", "__format__")},
     **{
         getattr(Tensor, name): _in_memory
-        for name in ("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack_device__", "is_shared")
+        for name in (
+            *("data_ptr", "const_data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack_device__"),
+            "is_shared",
+        )
     },
     **{
         getattr(Tensor, name): plain_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map, tree_map_only
 
 from . import compat, errors
 from .lazy import State
@@ -73,6 +73,8 @@ class LazyTensor(Tensor):
         if aliased and written is None and any(map(_begins_within, tree_iter((args, kwargs)))):
             with contextlib.suppress(NotDeferred):
                 return _defer(func, args, kwargs)
+        if aliased and written is not None and _resizes(func, args, kwargs):
+            raise errors.deferred_cannot("out= of a result of another shape", head_of((args, kwargs)))
         values = State.share if aliased else State.read
         plain_args, plain_kwargs = tree_map_only(LazyTensor, lambda t: values(t._deferred), (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
@@ -124,6 +126,19 @@ def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
                 if argument.alias_info.is_write:
                     written = one
     return written, aliased
+
+
+def _resizes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether what is given as ``out=`` has another shape than the result, and would get that one."""
+    outs = [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
+    if not outs:
+        return False
+    new_args, new_kwargs = tree_map_only(Tensor, lambda tensor: _look(tensor).tensor(), (args, kwargs))
+    try:
+        made = tree_leaves(func(*new_args, **new_kwargs))
+    except Exception:
+        return False  # a wrong call, as eager shall say
+    return [out.shape for out in outs] != [one.shape for one in made]
 
 
 def _begins_within(tensor: Any) -> bool:

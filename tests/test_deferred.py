@@ -777,7 +777,10 @@ def test_functions_of_lists_in_place_count_as_writes() -> None:
     assert_as_eager(program)
 
 
-@pytest.mark.parametrize("of", [lambda t: t.data.mul_(2), lambda t: t.data_ptr(), lambda t: t.untyped_storage()])
+@pytest.mark.parametrize(
+    "of",
+    [lambda t: t.data.mul_(2), lambda t: t.data_ptr(), lambda t: t.untyped_storage(), lambda t: t.const_data_ptr()],
+)
 @pytest.mark.parametrize("part", [lambda z: z.chunk(2)[1], lambda z: z.split(1)[1], lambda z: z.unbind(0)[1]])
 def test_memory_of_a_part_whose_base_was_written_to(of: Any, part: Any) -> None:
     def program(z: Tensor, s: World) -> Tensor:
@@ -1142,6 +1145,20 @@ def test_what_cannot_wait_and_cannot_be_done_is_refused(name: str) -> None:
             }
             getattr(z, name)(*arguments.get(name, (0,)))
     torch.testing.assert_close(z * 1.0, World.make().z.detach())
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_result_of_another_shape_is_not_put_into_logits() -> None:
+    z = DeferredWorld.make().z.detach()
+    with pytest.raises(fxfuse.FxfuseError, match=r"out= of a result of another shape"):
+        torch.add(z.new_ones(3), 3, out=z)
+    with pytest.raises(fxfuse.FxfuseError, match=r"out= of a result of another shape"):
+        torch.topk(z.new_ones(3), 2, out=(z, torch.empty(0, dtype=torch.int64)))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        torch.add(z.new_ones(3), z.new_ones(2), out=z)
+    torch.testing.assert_close(z * 1.0, World.make().z.detach())
+    torch.sin(World.make().z.detach(), out=z)
+    torch.testing.assert_close(z * 1.0, World.make().z.detach().sin())
 
 
 class _Other(Tensor):
