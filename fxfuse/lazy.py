@@ -300,6 +300,7 @@ class State:
         for origin in self.origins:
             if origin.operands.head in used:
                 origin.operands.were_not_written_to()
+                origin.has_values = True
         origin = self.origin
         journal.note("read", origin.site, origin.weight, origin.head, caller(), values.nbytes)
         return laid_out(values, self.meta)

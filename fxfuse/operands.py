@@ -97,11 +97,13 @@ def _bits(tensor: Tensor) -> Tensor:
 class Trained:
     """The operands of logits as autograd knows them.
 
-    It is the graph that keeps this, so that logits which were detached from it do not keep the graph, with all that was
-    saved for the backward of the hidden states.
+    It is the graph that keeps this, and what fused reads left for later ones (see ``origin.Origin``), so that logits
+    which were detached from it do not keep the graph, with all that was saved for the backward of the hidden states.
     """
 
     def __init__(self, head: Head) -> None:
+        self.log_sum_exps: dict[Any, Any] = {}
+        self.used: list[Any] = []
         self.originals = _operands_of(head)
         self._known_to_autograd = self._to_autograd()
         # Those that require no gradient now will not get one later.
@@ -147,17 +149,19 @@ class Operands:
         """
         self._on_copy = on_copy
         self._where = where
-        self._originals = _operands_of(head)
-        self._originals["input"] = head.input.detach()
+        operands = _operands_of(head)
+        # Logits would keep all of the memory that hidden states of a few tokens are a part of.
+        copied = exposed or head.input.untyped_storage().nbytes() > 2 * head.input.nbytes
+        self._exposed: dict[str, Tensor] = {"input": head.input.detach().clone()} if copied else {}
+        self._copies = dict(self._exposed)
+        self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in operands.items()}
+        self._originals = {**operands, "input": head.input.detach(), **self._exposed}
         self.head = head.of(**_cut_off(self._originals))
         self._trained: weakref.ref[Trained] | None = None
-        self._exposed: dict[str, Tensor] = {"input": self.head.input.clone()} if exposed else {}
-        self._copies = dict(self._exposed)
         self._logits: weakref.ref[Any] | None = None
         self._user: weakref.ref[Any] | None = None
         self.size = 0
         self.lock = threading.RLock()
-        self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in self._originals.items()}
         _watch.begin()
         _unread[id(self)] = self
         _watch.now()
@@ -198,10 +202,11 @@ class Operands:
 
     def _as_others_have_them(self) -> dict[str, Any]:
         """The operands, of which the memory may have been replaced; of the hidden states only while gradients flow."""
-        trained = self._are_trained()
+        trained = self.trained()
         return self._originals if trained is None else trained.originals
 
-    def _are_trained(self) -> Trained | None:
+    def trained(self) -> Trained | None:
+        """The same as autograd knows them, as long as gradients can come to the logits."""
         return None if self._trained is None else self._trained()
 
     def are_copied(self) -> bool:
@@ -215,7 +220,7 @@ class Operands:
 
     def for_gradients(self) -> Head | None:
         """The head through which gradients flow where eager's do; None if they cannot any more."""
-        trained = self._are_trained()
+        trained = self.trained()
         if trained is None:  # none do: what requires one began to after it was detached
             return self.head
         return trained.head if trained.lead_where_they_did() else None
@@ -226,7 +231,7 @@ class Operands:
 
     def are_detached(self) -> bool:
         """Whether no gradient can come to the logits that there are."""
-        return self._are_trained() is None
+        return self.trained() is None
 
     def read(self) -> bool:
         """Compute the logits; False if nobody has them any more."""

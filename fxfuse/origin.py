@@ -30,18 +30,47 @@ _waiting = threading.RLock()  # for ``Origin.projected``: taken last, and let go
 
 
 @dataclass(frozen=True)
+class Identity:
+    """By what logits are known again. It does not keep the tensors that they are made with, and their graph.
+
+    Attributes:
+        key: equal for equal ones, as long as these tensors live.
+        handles: which they are.
+    """
+
+    key: Any
+    handles: tuple[weakref.ref[Tensor], ...]
+
+    @classmethod
+    def of(cls, described: ClassTensor, key: Any) -> Identity:
+        return cls(key, tuple(weakref.ref(handle) for handle in described.handles() if isinstance(handle, Tensor)))
+
+    def is_alive(self) -> bool:
+        """Whether the key names what it did: another tensor may be where one was that died."""
+        return all(handle() is not None for handle in self.handles)
+
+
+def _entries_key(described: ClassTensor) -> Any:
+    """Equal for tensors with the same entries, one by one."""
+    kind = type(described), described.dtype, described.factor, described.class_dim
+    return *kind, described.head, described.row_key(whole=True), described.logits_key()
+
+
+@dataclass(frozen=True)
 class Given:
     """Entries that a fused op returned. It rounds otherwise than a product, but who compares them must find them there.
 
     Attributes:
         source: what they are entries of.
+        class_dim: the axis of the classes there.
         index: their classes ``[N, K]``; negative for none.
         values: ``[N, K]``, in the dtype of the source.
         bound: 1 where no other entry of the row may be larger, -1 where none may be smaller, else 0.
         chosen: how they were chosen; None for those of an index.
     """
 
-    source: ClassTensor
+    source: Identity
+    class_dim: int
     index: Tensor
     values: Tensor
     bound: int
@@ -59,22 +88,23 @@ class Given:
             _, largest, _ = reader.chosen
             bound = 1 if largest else -1
         shape = values.shape[0], max(1, values.numel() // max(1, values.shape[0]))  # of no rows, too
-        return cls(reader.source, index.reshape(shape), values.reshape(shape), bound, chosen)
+        source = Identity.of(reader.source, _entries_key(reader.source))
+        return cls(source, reader.source.class_dim, index.reshape(shape), values.reshape(shape), bound, chosen)
 
     def is_of(self, described: ClassTensor) -> bool:
-        mine = self.source
-        alike = type(mine) is type(described) and mine.dtype == described.dtype and mine.factor == described.factor
-        return alike and mine.has_logits_of(described)
+        return self.source.key == _entries_key(described) and self.source.is_alive()
 
     def is_again(self, other: Given) -> bool:
-        """Whether they are the same entries as ``other``, which gives the same values."""
-        return self.chosen is not None and self.chosen == other.chosen and self.is_of(other.source)
+        """Whether they are the same entries as ``other``, which gives the same values; or of what is gone."""
+        return not self.source.is_alive() or (
+            self.chosen is not None and self.chosen == other.chosen and self.source.key == other.source.key
+        )
 
     def put_into(self, values: Tensor) -> Tensor:
         """``values`` of the source with them in their places, changed in place if they can be."""
         if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride(), strict=True)):
             values = values.clone()
-        _ = self._enter(values.movedim(self.source.class_dim, -1), self.index, self.values)
+        _ = self._enter(values.movedim(self.class_dim, -1), self.index, self.values)
         return values
 
     def put_into_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
@@ -93,6 +123,10 @@ class Given:
             there = at.clamp(min=0)
             rows.scatter_(-1, there, torch.where(at < 0, rows.gather(-1, there), one))
         return rows
+
+
+# By which rows of which logits they are.
+LogSumExps = dict[Any, tuple[Tensor, Identity]]
 
 
 class _Normaliser:
@@ -134,12 +168,10 @@ class Origin:
         hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
         bypassed: a fused op has read one of them, and its gradients do not pass through any.
         signals: hooks that are to be called when a backward pass comes here, whatever its gradient is.
-        log_sum_exps: of rows that a fused op has read, by which rows of which logits they are; with what these are
-            selected and scaled by.
         way: how the output came to be, for the report; None where that is not known.
-        used: of these, those that were taken for that: they may die, and their hooks live on.
         given: entries that fused ops have returned.
         is_read: the output has values.
+        has_values: some were made of the operands, through which gradients may come to what is made of these.
         partners: outputs of which, and of this one, something was made.
     """
 
@@ -150,11 +182,10 @@ class Origin:
     hooked: bool = False
     bypassed: bool = False
     signals: list[Callable[[Tensor], Any]] = field(default_factory=list)
-    log_sum_exps: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
     way: Way | None = None
-    used: list[tuple[_Normaliser, Tensor]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     is_read: bool = False
+    has_values: bool = False
     partners: tuple[weakref.ref[Origin], ...] = ()
 
     # Most logits are never read, and what only reading needs takes time to make.
@@ -163,6 +194,16 @@ class Origin:
     def normalisers(self) -> Any:
         """What was read that normalises rows."""
         return WeakTensorKeyDictionary()
+
+    @functools.cached_property
+    def log_sum_exps(self) -> LogSumExps:
+        """Of rows that a fused op has read for which no gradients are wanted."""
+        return {}
+
+    @functools.cached_property
+    def used(self) -> list[tuple[_Normaliser, Tensor]]:
+        """Of the normalisers, those that were taken for that: they may die, and their hooks live on."""
+        return []
 
     @functools.cached_property
     def projected(self) -> weakref.WeakSet[State]:
@@ -185,6 +226,13 @@ class Origin:
         if not self.needs_operands():
             self.operands.are_read()
 
+    def log_sum_exps_of(self, grad: bool) -> LogSumExps:
+        """Those with or without gradients; those with gradients the graph keeps, not what was detached from it."""
+        if not grad:
+            return self.log_sum_exps
+        trained = self.operands.trained()
+        return {} if trained is None else trained.log_sum_exps
+
     def note(self, given: Iterable[Given]) -> None:
         """Remember entries, of so many reads, that a long life does not fill the memory."""
         for new in given:
@@ -202,15 +250,18 @@ class Origin:
         if known is None or not known.is_still(tensor) or tensor.dim() != len(known.reader.source.shape):
             return None
         if tensor.requires_grad and not known.is_used:  # else nothing can wait for its gradient
-            if len(self.used) == MOST_USED:
+            used: list[tuple[_Normaliser, Tensor]] = (self.operands.trained() or self).used
+            if len(used) == MOST_USED:
                 return None
             known.is_used = True
-            self.used.append((known, tensor))
+            used.append((known, tensor))
         return known.reader
 
     def waits_for_gradients(self) -> bool:
         """Whether something waits for the gradient of one of them, or of what was taken for their normaliser."""
-        return self.hooked or any(known.is_watched(tensor) for known, tensor in self.used)
+        trained = self.operands.trained()
+        used = self.used if trained is None else [*self.used, *trained.used]
+        return self.hooked or any(known.is_watched(tensor) for known, tensor in used)
 
     @property
     def head(self) -> str:

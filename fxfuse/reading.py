@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from . import compat, errors
-from .algebra import Head, OfTwoHeads
+from .algebra import ClassTensor, Head, OfTwoHeads
 from .eager import EMIT
 from .lazy import State
-from .origin import Given, Origin
+from .origin import Given, Identity, Origin
 from .passes import class_sum, compute, finished, operands_of, statistics
 from .readers import Beside, Reader, Statistics
 from .rules import Call
@@ -74,6 +74,11 @@ def _noting(reader: Reader, given: list[Given]) -> Reader:
     return replace(reader, finish=finish)
 
 
+def _has_graph(source: ClassTensor) -> bool:
+    """Whether something that it is made with was made by functions that autograd has recorded."""
+    return any(isinstance(handle, Tensor) and handle.grad_fn is not None for handle in source.handles())
+
+
 def wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
     """Whether gradients may come back to what is read; to the best class, which is a whole number, none do."""
     outs = call.out if isinstance(call.out, tuple) else (call.out,)
@@ -98,8 +103,10 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     shares = not reader.is_alone and not isinstance(source, OfTwoHeads)
     # But where eager keeps nothing for the gradient of a bias, nothing of it is freed by the first backward.
     shares &= not grad or any(head.input.requires_grad or head.weight.requires_grad for head in source.heads())
-    kept = origin.log_sum_exps if shares and not compat.saving_is_watched() else {}
-    known, _ = kept.get(key, (None, None))
+    kept = origin.log_sum_exps_of(grad) if shares and not compat.saving_is_watched() else {}
+    known, made_with = kept.get(key, (None, None))
+    if made_with is not None and not made_with.is_alive():
+        known = None
     operands = operands_of(EMIT, source)
     more = reader.index is not None or reader.want_entropy or reader.want_top or reader.chosen is not None
     if known is not None and not more and not (reader.want_class_sum and source.transform):
@@ -107,8 +114,9 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
     elif shares and reader.coefficients is None and reader.chosen is None:
         results, lse = statistics(EMIT, computed, operands, origin.memory)
-        if not reader.skip_unindexed:  # it would be that of some of the rows
-            kept[key] = lse, source.handles()  # which the key names by identity, so they must not become others
+        # It would be that of some of the rows; or a cycle through C++, of what was made of these logits' values.
+        if not reader.skip_unindexed and not (grad and origin.has_values and _has_graph(source)):
+            kept[key] = lse, Identity.of(source, key)
             if len(kept) > MOST_KEPT:
                 del kept[next(iter(kept))]  # the oldest
     else:

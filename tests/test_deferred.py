@@ -1460,39 +1460,104 @@ def test_detached_logits_that_are_smaller_than_the_weight_have_no_copy_each() ->
     torch.testing.assert_close([z + 0 for z in actual], program(World.make()))
 
 
+class Saving(torch.autograd.Function):
+    """The same, with something that the graph keeps: the ``last`` one, if it does."""
+
+    last: weakref.ref[Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        kept = x + 1
+        ctx.save_for_backward(kept)
+        ctx.kept = kept  # a backward lets go of what was saved only
+        Saving.last = weakref.ref(kept)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_detached_logits_do_not_keep_the_graph(read: bool) -> None:
-    saved: list[weakref.ref[Tensor]] = []
-
-    class Saving(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            kept = x + 1
-            ctx.save_for_backward(kept)
-            saved.append(weakref.ref(kept))
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return g
-
     s = DeferredWorld.make()
     z = s.project(Saving.apply(s.x), s.w, s.b)
+    saved = Saving.last
     kept = z.detach()
     if read:
         kept.sum()
     gc.collect()
-    assert saved[0]() is not None
+    assert saved() is not None
     (grad,) = torch.autograd.grad(ce(z, s.y), s.x, retain_graph=True)
     torch.testing.assert_close(grad, torch.autograd.grad(ce((e := World.make()).zb, e.y), e.x)[0])
     del z
     gc.collect()
-    assert saved[0]() is None and type(kept) is DeferredLogits
+    assert saved() is None and type(kept) is DeferredLogits
     torch.testing.assert_close(kept + 0, World.make().zb.detach())
     scale = torch.tensor(0.5, dtype=kept.dtype, requires_grad=True)  # a gradient that begins after it
     with dense_reads() as reads:
         ce(s.zb.detach() * scale, s.y).backward()
     assert not reads and scale.grad is not None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_logits_of_the_last_tokens_do_not_keep_the_others(grad: bool) -> None:
+    def run(s: World) -> tuple[Any, ...]:
+        with torch.set_grad_enabled(grad):
+            hidden = (s.x * 2).sin()
+            z = s.project(hidden[:, -1], s.w)
+        kept = z.detach()
+        if grad:
+            ce(z, s.y[:, -1]).backward()
+            return kept, s.x.grad, s.w.grad
+        hidden.zero_()  # of which nobody has a part any more
+        return kept, (z * 2).logsumexp(-1)
+
+    deferred = run(DeferredWorld.make())
+    assert type(deferred[0]) is DeferredLogits
+    kept = deferred[0]._deferred.origin.operands.head.input
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+    torch.testing.assert_close(deferred[0] + 0, run(World.make())[0])
+    torch.testing.assert_close(deferred[1:], run(World.make())[1:])
+
+
+def _categorical(z: Tensor) -> Tensor:
+    policy = torch.distributions.Categorical(logits=z)
+    return policy.log_prob(policy.probs.argmax(-1)).mean() + policy.entropy().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        _categorical,
+        lambda z: (z - z.logsumexp(-1, keepdim=True)).gather(-1, z.new_zeros(*z.shape[:2], 1).long()).sum(),
+        lambda z: (z - z.max(-1, keepdim=True).values).gather(-1, z.new_zeros(*z.shape[:2], 1).long()).sum(),
+        lambda z: (z - z.max(-1, keepdim=True).values).logsumexp(-1).sum(),
+        lambda z: (z.exp() / z.exp().sum(-1, keepdim=True)).max(-1).values.sum(),
+        lambda z: (z - 0.01 * z.pow(2).mean(-1, keepdim=True)).logsumexp(-1).mean(),
+        lambda z: (z - 0.01 * z.pow(2).mean(-1, keepdim=True)).max(-1).values.sum(),
+    ],
+    ids=["categorical", "logsumexp", "max", "shifted", "softmax", "values", "max_of_values"],
+)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("detached", [False, True])
+def test_what_reads_leave_does_not_keep_the_graph(
+    loss: Callable[[Tensor], Tensor], backward: bool, detached: bool
+) -> None:
+    """Not of logits that were detached, and with nothing kept not in a cycle through C++ either."""
+    s = DeferredWorld.make()
+    z = s.project(Saving.apply(s.x), s.w)
+    saved = Saving.last
+    assert type(z) is DeferredLogits
+    value = loss(z)
+    if backward:
+        value.backward()
+    kept = z.detach() if detached else None
+    del z, value
+    gc.collect()
+    assert saved() is None
+    if kept is not None:
+        torch.testing.assert_close(kept + 0, World.make().z.detach())
 
 
 def test_a_backward_after_a_step_complains_as_eager_does() -> None:
