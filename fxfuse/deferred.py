@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from . import compat, errors
 from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
-from .lazy import Described, parts_of
+from .lazy import Described, parts_of, used_on
 from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, hooks_as_called_outside, plain_of
-from .origin import locked
+from .origin import working
 from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
@@ -117,6 +117,7 @@ _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
             *("data_ptr", "const_data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack_device__"),
             "is_shared",
         )
+        if hasattr(Tensor, name)  # ``const_data_ptr``: from 2.12 on
     },
     **{
         getattr(Tensor, name): plain_of
@@ -304,9 +305,9 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
         if compat.in_checkpoint():
             # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
             call.keep("unknown_reader", "a checkpointed function")
-        with locked(origin for t in deferred for origin in t._deferred.origins):
+        with working(origin for t in deferred for origin in t._deferred.origins) as here:
             heads = heads_for([t._deferred for t in deferred], call, readers)
-            results = read(call, readers, heads)
+            results = [used_on(here, result) for result in read(call, readers, heads)]
     except (Keep, NotDeferred):
         return NotImplemented
     for origin, _ in heads.values():

@@ -175,6 +175,17 @@ def stale_logits(operand: str, how: str, head: str) -> StaleLogitsError:
     )
 
 
+def read_in_capture(head: str) -> StaleLogitsError:
+    """Deferred logits are read for the first time in the capture of a CUDA graph that they were not made in."""
+    return StaleLogitsError(
+        _here(
+            f"The logits of {_projection(head)} are read for the first time while a CUDA graph is captured. Replays "
+            "would compute them again, of what the hidden states and the weight are then. Have them computed before "
+            f"that (`logits.data_ptr()` does), or {_WITHOUT_DEFERRAL}."
+        )
+    )
+
+
 def gradient_went_past(function: str, head: str) -> FxfuseError:
     """A gradient is asked for of logits which a fused loss has gone past already."""
     return FxfuseError(

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from .algebra import ClassTensor, Head
 from .eager import dense
-from .origin import Given, Origin, join, locked
+from .origin import Given, Origin, join, locked, working
 from .places import along, in_common, laid_out, placed, put_runs, take_runs, write
 from .report.chain import Applied
 from .report.records import journal
@@ -111,22 +111,25 @@ class State:
 
     def read(self) -> Tensor:
         """The values, perhaps in memory of their own."""
-        with locked(self.origins):
-            if self.memory.one:
-                return self._viewed()
-            if self.values is None:
-                for state in self._replayed():
-                    state.read()
-                with torch.inference_mode(False), torch.no_grad():
-                    self._keep(self._build_beside())
-                if self.thunk is None:
-                    self.origin.is_read = True
-                elif not self.is_view:
-                    self.thunk = ()  # what it was made of may go
-                for origin in self.origins:
-                    origin.let_operands_go()
-            assert self.values is not None
-            return self.values
+        with working(self.origins) as here:
+            return used_on(here, self._read())
+
+    def _read(self) -> Tensor:
+        if self.memory.one:
+            return self._viewed()
+        if self.values is None:
+            for state in self._replayed():
+                state.read()
+            with torch.inference_mode(False), torch.no_grad():
+                self._keep(self._build_beside())
+            if self.thunk is None:
+                self.origin.is_read = True
+            elif not self.is_view:
+                self.thunk = ()  # what it was made of may go
+            for origin in self.origins:
+                origin.let_operands_go()
+        assert self.values is not None
+        return self.values
 
     def _keep(self, values: Tensor) -> Tensor:
         self.values = values
@@ -135,7 +138,7 @@ class State:
 
     def share(self) -> Tensor:
         """The values in the memory that every view of it has."""
-        with locked(self.origins):
+        with working(self.origins) as here:
             if not self.memory.one:
                 owner = self._owner()
                 values = owner.read()
@@ -151,7 +154,7 @@ class State:
                 self.memory.one = True
                 for view in self.memory.built - {owner}:
                     view.values = None  # which from now on are those of the owner
-            return self._viewed()
+            return used_on(here, self._viewed())
 
     def is_built(self) -> bool:
         """Whether the values can be had without a product."""
@@ -304,6 +307,13 @@ class State:
         origin = self.origin
         journal.note("read", origin.site, origin.weight, origin.head, caller(), values.nbytes)
         return laid_out(values, self.meta)
+
+
+def used_on(stream: torch.cuda.Stream | None, values: Tensor) -> Tensor:
+    """The values, whose memory must stay theirs until that stream is done with them."""
+    if stream is not None:
+        values.record_stream(stream)
+    return values
 
 
 def _instead(values: Tensor, _: State) -> Tensor:

@@ -137,6 +137,7 @@ class Operands:
         size: the bytes of the logits.
         lock: held while something is computed from them, and while they are copied for a step: a step in another thread
             waits.
+        stream: the CUDA stream on which eager computes the logits; None elsewhere.
     """
 
     def __init__(self, head: Head, exposed: bool, where: str, on_copy: Callable[[int], None]) -> None:
@@ -162,6 +163,8 @@ class Operands:
         self._user: weakref.ref[Any] | None = None
         self.size = 0
         self.lock = threading.RLock()
+        self.stream = torch.cuda.current_stream(head.input.device) if head.input.is_cuda else None
+        self._in_capture = head.input.is_cuda and torch.cuda.is_current_stream_capturing()
         _watch.begin()
         _unread[id(self)] = self
         _watch.now()
@@ -170,8 +173,10 @@ class Operands:
         """The head with copies in the place of operands that have been copied: for values, not for gradients.
 
         Raises:
-            StaleLogitsError: another operand is not what it was.
+            StaleLogitsError: another operand is not what it was, or would not be in a replay of what is captured.
         """
+        if self.stream is not None and torch.cuda.is_current_stream_capturing() and not self._in_capture:
+            raise errors.read_in_capture(self._where)
         for name, how in self._broken():
             raise errors.stale_logits(name, how, self._where)
         copies: dict[str, Any] = self._copies

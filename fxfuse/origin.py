@@ -287,6 +287,25 @@ def locked(origins: Iterable[Origin]) -> Iterator[None]:
                 return
 
 
+@contextlib.contextmanager
+def working(origins: Iterable[Origin]) -> Iterator[torch.cuda.Stream | None]:
+    """Hold the locks, and work where eager computed the logits: on another stream, kept values would not be there yet.
+
+    Yields the stream to use the results on, if that is another one: it waits for them at the end.
+    """
+    origins = tuple(origins)
+    home = origins[0].operands.stream
+    with locked(origins):
+        here = None if home is None else torch.cuda.current_stream(home.device)
+        if home is None or here is None or here == home or torch.cuda.is_current_stream_capturing():
+            yield None
+            return
+        home.wait_stream(here)
+        with torch.cuda.stream(home):
+            yield here
+        here.wait_stream(home)
+
+
 def _together(origins: set[Origin]) -> set[Origin]:
     found, waiting = set(origins), list(origins)
     while waiting:

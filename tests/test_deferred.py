@@ -779,7 +779,12 @@ def test_functions_of_lists_in_place_count_as_writes() -> None:
 
 @pytest.mark.parametrize(
     "of",
-    [lambda t: t.data.mul_(2), lambda t: t.data_ptr(), lambda t: t.untyped_storage(), lambda t: t.const_data_ptr()],
+    [
+        lambda t: t.data.mul_(2),
+        lambda t: t.data_ptr(),
+        lambda t: t.untyped_storage(),
+        lambda t: hasattr(t, "const_data_ptr") and t.const_data_ptr(),
+    ],
 )
 @pytest.mark.parametrize("part", [lambda z: z.chunk(2)[1], lambda z: z.split(1)[1], lambda z: z.unbind(0)[1]])
 def test_memory_of_a_part_whose_base_was_written_to(of: Any, part: Any) -> None:
@@ -2448,6 +2453,66 @@ def test_with_cuda_graphs() -> None:
         torch.testing.assert_close(late, expected.detach().abs(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need CUDA")
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (lambda z: z.logsumexp(-1), lambda z: z.logsumexp(-1)),
+        (lambda z: z.sin(), lambda z: z.cos()),
+        (lambda z: z.max(-1), lambda z: z * 1),
+        (lambda z: z[:, 0].sum(), lambda z: z.view(-1)[:5]),
+    ],
+    ids=["statistics", "values", "entries", "part"],
+)
+def test_reads_on_another_stream(first: Any, then: Any) -> None:
+    """What is kept of them is there for reads on the stream that made the logits, which does not wait."""
+    world = DeferredWorld.make(torch.float32, "cuda")
+    x = torch.randn(1, 4096, 4096, device="cuda") / 64
+    w = torch.randn(32000, 4096, device="cuda")
+    with torch.no_grad():
+        expected = then(world.project(x, w).data)
+        for _ in range(3):
+            z = world.project(x, w)
+            assert type(z) is DeferredLogits
+            torch.cuda.synchronize()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                read = first(z)
+            torch.testing.assert_close(then(z) * 1.0, expected, rtol=1e-4, atol=1e-4)
+            torch.cuda.synchronize()
+            del read, z
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+def test_reads_in_the_capture_of_a_cuda_graph() -> None:
+    """Of logits from before: those that have values only. Of logits that are made there: all."""
+    world = DeferredWorld.make(torch.float32, "cuda")
+    with torch.no_grad():
+        z, expected = world.z, World.make(torch.float32, "cuda").z
+        ce(world.z * 1, world.y), world.z.sin()  # compiles
+        torch.cuda.synchronize()
+        for read in (Tensor.sin, lambda z: z.logsumexp(-1)):
+            with (
+                pytest.raises(RuntimeError, match="while a CUDA graph is captured"),
+                torch.cuda.graph(torch.cuda.CUDAGraph()),
+            ):
+                read(z)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(z.cos(), expected.cos())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, lse = z.sin(), z.logsumexp(-1)
+            made = world.z
+            again, loss = made.sin(), ce(made, world.y)
+        z.fill_(1.0)
+        graph.replay()
+        torch.testing.assert_close(y, torch.ones_like(y).sin())
+        torch.testing.assert_close(lse, torch.ones_like(expected).logsumexp(-1))
+        torch.testing.assert_close(again, expected.sin())
+        torch.testing.assert_close(loss, ce(expected, world.y))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_scoring(mode: Any) -> None:
     torch._dynamo.reset()
@@ -2465,6 +2530,8 @@ def test_scoring(mode: Any) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_around_the_model(reentrant: bool) -> None:
     torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.init()  # Dynamo does when it compiles, to keep the state of the generator; a checkpoint refuses that
     ours, eager = Model(), Model()
     ids, labels = batch()
     scale = torch.ones((), requires_grad=True)

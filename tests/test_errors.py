@@ -281,6 +281,19 @@ def test_a_step_of_an_optimizer_in_one_graph_while_logits_wait() -> None:
     del z
 
 
+@triggers("read_in_capture")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+def test_logits_that_a_cuda_graph_reads_first() -> None:
+    z = deferred(World.make(torch.float32, "cuda")).detach()
+    torch.cuda.synchronize()
+    with pytest.raises(errors.StaleLogitsError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        z.sum()
+    line, text = parts(raised)
+    assert "z.sum()" in line
+    assert re.search(f"{PROJECTION} are read for the first time while a CUDA graph is captured", text)
+    assert "`logits.data_ptr()`" in text and DEFER_LOGITS in text
+
+
 @triggers("stale_logits", "StaleLogitsError")
 def test_logits_that_are_read_too_late() -> None:
     s = World.make()
