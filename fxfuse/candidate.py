@@ -38,6 +38,9 @@ class Candidate:
         shown: returned from the graph, or read by something that also reads other things than logits.
         class_sizes: V, and those of selections of classes.
         sizes: nodes that return how many rows there are, with what they ask.
+        rows: of all projections, as far as is known.
+        axis: of the classes in what the projection returns.
+        copied: bytes of copies of the weight, and of further gradients of it, that fusing takes and eager does not.
     """
 
     node: Node
@@ -54,8 +57,9 @@ class Candidate:
     trail: tuple[str, ...] = ()
     class_sizes: list[Any] = field(default_factory=list)
     sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
-    rows: int = 0  # of all projections, as far as is known
-    axis: int = -1  # of the classes in what the projection returns
+    rows: int = 0
+    axis: int = -1
+    copied: int = 0
 
     def keep(self, reason: Reason) -> None:
         self.kept = self.kept or reason

@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
+from .algebra import ClassTensor
 from .analysis import Analysis, analyse
 from .apart import Apart
 from .candidate import Candidate, example_of
 from .escape import Escape, send_out, why_not
-from .mutation import Timeline, tensors
+from .mutation import Timeline, storages, tensors
+from .ops.contract import stash_dtype
 from .options import Options
-from .passes import BESIDE, KEPT, compute, computes_again, why
+from .passes import BESIDE, KEPT, compute, computes_again, may_make_gradients_in_forward, multiplied, why
 from .readers import Reader, Whole
 from .reasons import Reason, because
 from .replay import Emit, Handle
@@ -37,13 +39,46 @@ from .report.weights import captured_with
 
 @dataclass
 class Pass:
-    """Readers that share one computation of their rows' statistics, and the node before which it is placed."""
+    """Readers that share one computation of their rows' statistics, and the node before which it is placed.
+
+    ``room`` says whether it may keep a gradient of the weight between forward and backward.
+    """
 
     readers: list[tuple[Node, Reader]]
     place: Node
+    room: bool = True
+
+    @property
+    def of(self) -> list[Reader]:
+        return [reader for _, reader in self.readers]
+
+
+def _copied(planned: Sequence[Pass]) -> int:
+    """Bytes of copies of a weight that passes make, and of gradients of it that they have beside one another.
+
+    Gradients that are made in the backward are added up as they are made: it has two of them at a time, and one that
+    was made in the forward.
+    """
+    sources = [source for one in planned for source in multiplied(one.of)]
+    copies = {
+        (id(source.head), tuple(op.key() for op in source.class_ops)): _size_of_weight(source)
+        for source in sources
+        if any(op.copies_weight for op in source.class_ops)
+    }
+    late = [_size_of_weight(one.of[0].source) for one in planned if not one.room]
+    return sum(copies.values()) + sum(late[:2])
+
+
+def _size_of_weight(source: ClassTensor) -> int:
+    """Bytes of the weight of some logits, and of its gradient."""
+    return compat.hint(source.vocab) * source.hidden * source.head.dtype.itemsize
 
 
 # --- planning -------------------------------------------------------------------------------------------------
+
+# How many times the rows of a projection its passes may multiply by the weight, where eager does so once in the forward
+# and in the backward: more time than that is not worth the memory of the logits.
+MOST_REPEATED = 4
 
 
 class _Planner:
@@ -52,6 +87,7 @@ class _Planner:
         self.options = options
         self.in_checkpoint = in_checkpoint
         self.readers = {node for candidate in candidates for node, _ in candidate.readers}
+        self.graded: set[int] = set()  # memory of weights of which a pass makes a gradient in the forward
 
     def plan(self, candidate: Candidate) -> list[Pass] | None:
         """How to compute the readers of a head; None, with the reason noted, where it must be kept."""
@@ -73,9 +109,52 @@ class _Planner:
         planned = sorted(
             (one for passes in alike.values() for one in passes), key=lambda one: position[one.readers[0][0]]
         )
+        graded = set(self.graded)
         for one in planned:
+            one.room = self._has_room(one, graded)
             candidate.kept = candidate.kept or self._changed(candidate, one)
-        return None if candidate.kept else planned
+        candidate.copied = _copied(planned)
+        candidate.kept = candidate.kept or self._too_dear(candidate, planned)
+        if candidate.kept is not None:
+            return None
+        self.graded = graded
+        return planned
+
+    def _too_dear(self, candidate: Candidate, planned: Sequence[Pass]) -> Reason | None:
+        """Why a head takes less time or memory as it is, if so. Not asked where all that is sound is to be fused."""
+        sources = [source for one in planned for source in multiplied(one.of)]
+        sizes_known = all(map(_is_known, (*map(example_of, candidate.projections), *sources)))
+        if not sizes_known or self.options.min_logits_bytes == 0:
+            return None
+        where = location(candidate.node)
+        rows, vocab = candidate.rows, candidate.head.vocab
+        if sum(map(_elements, sources)) > MOST_REPEATED * rows * vocab:
+            times = sum(map(_elements, sources)) // vocab
+            return because("repeated", f"{times:,} rows, where the program has {rows:,}", where)
+        saved = _sum(*_bytes(candidate, set())) or 0
+        if candidate.copied > saved:
+            return because("weight_copied", f"{candidate.copied:,} bytes for {saved:,} of logits", where)
+        return None
+
+    def _has_room(self, one: Pass, graded: set[int]) -> bool:
+        """Whether ``one`` may make its gradient of the weight in the forward; then the weight is ``graded``.
+
+        Such gradients stay until the backward, all at once, where eager has one at a time. So each weight may have
+        one, and more only where they are no larger than what eager keeps of the same loss, its log-probabilities.
+        """
+        source = one.of[0].source
+        weight = source.head.weight
+        trained = source.requires_grad and example_of(weight).requires_grad and not self.in_checkpoint
+        if not trained or not may_make_gradients_in_forward(one.of, self.options.memory):
+            return True
+        gradient = compat.hint(source.vocab) * source.hidden * stash_dtype(source.head.dtype).itemsize
+        if not _is_known(source) or gradient <= _elements(source) * source.dtype.itemsize:
+            return True
+        memory = storages(weight)
+        if graded & memory:
+            return False
+        graded |= memory
+        return True
 
     def _obstacle(self, candidate: Candidate) -> Reason | None:
         head = candidate.head
@@ -99,8 +178,7 @@ class _Planner:
             if isinstance(reader, Whole) and len(candidate.readers) > 1 and reader.reason is not None:
                 return reader.reason
         size = candidate.rows * head.vocab * head.dtype.itemsize
-        known = all(map(compat.is_known, example_of(candidate.node).shape))
-        if known and size < self.options.min_logits_bytes:
+        if _is_known(example_of(candidate.node)) and size < self.options.min_logits_bytes:
             return because("too_small", f"{size:,} bytes", where)
         for escaped in candidate.escaped:
             output = f"as an output of shape {' × '.join(str(size) for size in escaped.value.shape)}"
@@ -145,7 +223,7 @@ class _Planner:
         """Why the operands are not at ``one.place`` what they were where eager reads them, if so."""
         operands = [*candidate.operands]
         operands += [(handle, node) for node, reader in one.readers for handle in reader.operands]
-        saves = computes_again([reader for _, reader in one.readers], self.options.memory)
+        saves = computes_again(one.of, self.options.memory, one.room)
         for handle, read_at in operands:
             if not isinstance(handle, Node):
                 continue
@@ -197,7 +275,7 @@ class _GraphEmit(Emit):
 
 def _write(one: Pass, emit: _GraphEmit, in_checkpoint: bool, memory: int) -> tuple[str, list[Node]]:
     """Emit a pass: the variant, and what replaces each of its readers."""
-    variant, results = compute(emit, [reader for _, reader in one.readers], in_checkpoint, memory)
+    variant, results = compute(emit, one.of, in_checkpoint, memory, one.room)
     if variant == BESIDE:
         return variant, results  # a view, as in eager
     return variant, [_as_eager(emit, node, result) for (node, _), result in zip(one.readers, results, strict=True)]
@@ -277,7 +355,7 @@ def _site(candidate: Candidate, passes: _Passes, told: Told, in_checkpoint: bool
             pattern=" + ".join(patterns) or site.pattern,
             module=module_path(candidate.node, head.weight),
             rows=_number(rows),
-            bytes_saved=_sum(logits, converted, gradient) if fused else 0,
+            bytes_saved=_saved(candidate, logits, converted, gradient) if fused else 0,
             reason=None if fused or site.reason is None else replace(site.reason, source=line_at(site.reason.where)),
             source=line_at(site.where),
             why="; ".join(causes),
@@ -287,6 +365,7 @@ def _site(candidate: Candidate, passes: _Passes, told: Told, in_checkpoint: bool
             logits_bytes=logits,
             converted_bytes=converted,
             gradient_bytes=gradient,
+            copied_bytes=candidate.copied if fused else 0,
         )
     return site
 
@@ -314,13 +393,19 @@ def _sum(*sizes: int | None) -> int | None:
     return sum(known) if len(known) == len(sizes) else None
 
 
+def _saved(candidate: Candidate, *sizes: int | None) -> int | None:
+    """What is not built, of these ``sizes``, less what is in its place; None where that is not known."""
+    built = _sum(*sizes)
+    return None if built is None else max(0, built - candidate.copied)
+
+
 def _bytes(candidate: Candidate, variants: set[str]) -> tuple[int | None, int | None, int | None]:
     """Bytes of logits, of each conversion of them to another dtype, and of their gradient; None where a size depends
     on values.
 
     Exponentials that are kept stand in the gradient's place.
     """
-    if not all(compat.is_known(size) for node in candidate.projections for size in example_of(node).shape):
+    if not all(_is_known(example_of(node)) for node in candidate.projections):
         return None, None, None
     elements = candidate.rows * compat.hint(candidate.head.vocab)
     dtype = candidate.head.dtype
@@ -336,7 +421,11 @@ def _bytes(candidate: Candidate, variants: set[str]) -> tuple[int | None, int | 
     return elements * dtype.itemsize, elements * converted, elements * dtype.itemsize * differentiated
 
 
-def _elements(out: Tensor) -> int:
+def _is_known(out: Tensor | ClassTensor) -> bool:
+    return all(map(compat.is_known, out.shape))
+
+
+def _elements(out: Tensor | ClassTensor) -> int:
     return math.prod(map(compat.hint, out.shape))
 
 
@@ -419,7 +508,7 @@ def _rewrite_graph(
                 variant, results = _write(one, emit, in_checkpoint, options.memory)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 if variant != BESIDE:
-                    passes.setdefault(candidate, []).append((variant, [reader for _, reader in one.readers]))
+                    passes.setdefault(candidate, []).append((variant, one.of))
             for node, value in candidate.sizes if candidate.kept is None else ():
                 emit = _GraphEmit(graph, node, node, made)
                 swaps.append((node, emit(torch.ops.aten.sym_size.int, value.rows(emit), node.args[1])))

@@ -26,21 +26,23 @@ WITHOUT_LOGITS = "without a product"
 BESIDE = "not of logits"
 
 
-def computes_again(readers: Sequence[Reader], memory: int) -> bool:
+def computes_again(readers: Sequence[Reader], memory: int, room: bool = True) -> bool:
     """Whether the backward of ``readers`` in one pass reads the operands again."""
-    return readers[0].source.requires_grad and not _makes_gradients_in_forward(readers, memory)
+    return readers[0].source.requires_grad and not (room and may_make_gradients_in_forward(readers, memory))
 
 
-def _makes_gradients_in_forward(readers: Sequence[Reader], memory: int) -> bool:
+def may_make_gradients_in_forward(readers: Sequence[Reader], memory: int) -> bool:
     return len(readers) == 1 and readers[0].coefficients is not None and memory == 0
 
 
-def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: int) -> tuple[str, list[Handle]]:
+def compute(
+    emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: int, room: bool = True
+) -> tuple[str, list[Handle]]:
     """Emit what ``readers``, which read the same rows of a head, return.
 
     A single scalar reader gets its gradients in the forward pass, or from what that keeps. Under activation
     checkpointing the forward runs twice, so there they are computed in the backward; and where ``memory`` bounds the
-    bytes of their buffers.
+    bytes of their buffers, or there is no ``room`` for a gradient of the weight between forward and backward.
 
     Returns:
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
@@ -61,10 +63,19 @@ def compute(emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: 
         return WITHOUT_LOGITS, [finished(emit, reader, stats, None) for reader in readers]
     level = _level(emit, source) if source.row_shifts else prepared  # a shift may require what the rows do not
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in level]
-    if _makes_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
-        variant, result = _loss(emit, readers[0], level, needs)
-        return variant, [result]
+    if may_make_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
+        loss = _loss(emit, readers[0], level, needs, room)
+        if loss is not None:
+            return loss[0], [loss[1]]
     return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
+
+
+def multiplied(readers: Sequence[Reader]) -> tuple[ClassTensor, ...]:
+    """The logits that one pass for ``readers`` computes, by a product each."""
+    source = readers[0].source
+    if isinstance(readers[0], Beside) or (all(map(_only_sums, readers)) and not source.transform):
+        return ()
+    return source.sides() if isinstance(source, Comparison) else (source,)
 
 
 def why(variant: str, readers: Sequence[Reader], trained: bool, in_checkpoint: bool, memory: int) -> str:
@@ -91,7 +102,9 @@ def why(variant: str, readers: Sequence[Reader], trained: bool, in_checkpoint: b
         return "what is read is a number for each row, the gradient of which only the backward knows"
     if in_checkpoint:
         return "the forward of a checkpointed function runs twice, so its gradients are made in the backward"
-    return f"fxfuse.memory bounds the buffers for gradients to {memory:,} bytes"
+    if memory:
+        return f"fxfuse.memory bounds the buffers for gradients to {memory:,} bytes"
+    return f"another loss keeps a gradient of this weight, and one more is larger than what eager keeps of {name}"
 
 
 def _only_sums(reader: Reader) -> bool:
@@ -266,7 +279,10 @@ def _options(source: ClassTensor) -> dict[str, Any]:
     return {"transform": encode(source.transform)} if source.transform else {}
 
 
-def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[bool]) -> tuple[str, Handle]:
+def _loss(
+    emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[bool], room: bool
+) -> tuple[str, Handle] | None:
+    """The variant and the loss; None where its gradient of the weight would be kept and there is no ``room`` for it."""
     assert reader.index is not None and reader.coefficients is not None
     index = reader.index.make(emit)
     c = reader.coefficients(emit, index)
@@ -275,6 +291,8 @@ def _loss(emit: Emit, reader: Reader, operands: tuple[Handle, ...], needs: list[
     # Its backward reads input and weight, which eager's does too only where both need gradients.
     if needs[0] and needs[1] and _keeps_exponentials(emit, operands, index, c, options):
         variant, out = KEPT, emit(ops.linear_loss_exponentials, *arguments, **options)
+    elif needs[1] and not room:
+        return None
     else:
         variant = IN_FORWARD if any(needs) else FORWARD_ONLY
         out = emit(ops.linear_loss, *arguments, *needs, **options)

@@ -26,6 +26,20 @@ _KINDS = (
         mendable=False,
     ),
     Kind(
+        "repeated",
+        "what reads the logits would multiply the weight by {detail}, if they were not kept",
+        "read each row once, as by one `gather` of several classes in the place of repeated rows, and by losses of the "
+        'same temperature; or fuse every head, by options={"fxfuse.min_logits_bytes": 0}',
+        mendable=False,
+    ),
+    Kind(
+        "weight_copied",
+        "fusing would make copies of the weight or of its gradient, {detail}",
+        "mask classes by adding a vector of 0 and -inf, which copies nothing, and compute one loss of all rows in the "
+        'place of many of few; or fuse every head, by options={"fxfuse.min_logits_bytes": 0}',
+        mendable=False,
+    ),
+    Kind(
         "returned",
         "the logits leave the compiled function ({detail})",
         "return them as the projection made them (the vocabulary last, their operands unchanged) under "

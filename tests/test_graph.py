@@ -97,6 +97,158 @@ def test_a_loss_alone_has_its_gradients_made_in_the_forward() -> None:
     assert calls(captured(lambda s: ce(s.z, s.y), World.make())) == ["check_index.default", "linear_loss.default"]
 
 
+def _few_rows(s: World) -> torch.Tensor:
+    """A loss of each two rows, fewer than a hidden state has numbers."""
+    z = s.z
+    return sum(ce(z[:, i : i + 1], s.y[:, i : i + 1]) for i in range(5))
+
+
+def _many_rows(s: World) -> torch.Tensor:
+    z = s.z
+    return sum(ce(z[i], s.y[i]) for i in range(2))
+
+
+def _other_weights(s: World) -> torch.Tensor:
+    return sum(ce(F.linear(s.x[:, :1], w), s.y[:, :1]) for w in (s.w, s.w.sin()))
+
+
+def _two_heads(s: World) -> torch.Tensor:
+    return sum(ce(F.linear(s.x[:, i : i + 1], s.w), s.y[:, :1]) for i in range(2))
+
+
+@pytest.mark.parametrize(
+    ("program", "in_forward", "in_backward"),
+    [(_few_rows, 1, 4), (_many_rows, 2, 0), (_other_weights, 2, 0), (_two_heads, 1, 1)],
+)
+def test_losses_do_not_each_keep_a_gradient_of_the_weight(program: Any, in_forward: int, in_backward: int) -> None:
+    """Unless it is no larger than the log-probabilities that eager keeps of each."""
+    gradients = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal gradients
+        gradients += tensor.shape == s.w.shape and tensor.data_ptr() != s.w.data_ptr()
+        return tensor
+
+    s = World.make()
+    found = calls(captured(program, s))
+    assert (found.count("linear_loss.default"), found.count("linear_stats.default")) == (in_forward, in_backward)
+    torch._dynamo.reset()
+    with new_sites() as sites, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        actual = compiled(program)(s)
+    if program is not _other_weights:  # of which eager keeps one that it computes, too
+        assert gradients == in_forward
+    torch.testing.assert_close(actual, program(s))
+    leaves = (s.x, s.w)
+    torch.testing.assert_close(torch.autograd.grad(actual, leaves), torch.autograd.grad(program(s), leaves))
+    told = "another loss keeps a gradient of this weight" in "".join(site.why for site in sites)
+    assert told == (in_backward > 0)
+
+
+def test_where_the_weight_is_frozen_every_loss_makes_its_gradients_in_the_forward() -> None:
+    s = World.make()
+    s.w.requires_grad_(False)
+    assert calls(captured(_few_rows, s)).count("linear_loss.default") == 5
+
+
+def test_hidden_states_that_are_written_to_are_not_those_of_a_loss_that_is_computed_again() -> None:
+    def program(s: World, rows: int) -> Any:
+        x = s.x.detach() * 1
+        z = F.linear(x, s.w)
+        losses = [ce(z[:, i : i + 1], s.y[:, i : i + 1]) for i in range(rows)]
+        x.data.zero_()
+        return sum(losses)
+
+    for rows, status in ((1, "fused"), (2, "kept")):
+        torch._dynamo.reset()
+        with new_sites() as sites:
+            compiled(program)(World.make(), rows)
+        assert [site.status for site in sites] == [status]
+
+
+def _repeat_interleaved(s: World) -> torch.Tensor:
+    return ce(s.z.repeat_interleave(8, 0), s.y.repeat_interleave(8, 0))
+
+
+def _temperatures(s: World) -> torch.Tensor:
+    z = s.z
+    return sum(ce(z / (0.5 + 0.1 * i), s.y) for i in range(5))
+
+
+def _prefixes(s: World) -> torch.Tensor:
+    z, y = s.z.reshape(-1, VOCAB), s.y.reshape(-1)
+    return sum(ce(z[:i], y[:i]) for i in range(1, 11))
+
+
+def _temperature_thrice(s: World) -> torch.Tensor:
+    z = s.z
+    return sum(ce(z / t, s.y) for t in (0.5, 1.0, 2.0)) + z.sum(-1).sum()
+
+
+def _each_sequence(s: World) -> torch.Tensor:
+    z = s.z
+    return sum(ce(z[i], s.y[i]) for i in range(2))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        (_repeat_interleaved, "repeated"),
+        (_temperatures, "repeated"),
+        (_prefixes, "repeated"),
+        (_temperature_thrice, None),
+        (_each_sequence, None),
+    ],
+)
+def test_rows_are_not_multiplied_many_times_where_eager_multiplies_them_once(
+    program: Any, code: str | None, dynamic: bool
+) -> None:
+    for least, expected in ((1, code), (0, None)):  # with 0, all that is sound is fused
+        torch._dynamo.reset()
+        with new_sites() as sites:
+            s = World.make()
+            torch.testing.assert_close(compiled(program, min_logits_bytes=least, dynamic=dynamic)(s), program(s))
+        assert [site.reason and site.reason.code for site in sites] == [expected]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_copy_of_the_weight_is_no_larger_than_the_logits(rows: int, grad: bool) -> None:
+    """Two rows with their gradient have as many numbers as four of hidden states."""
+
+    def program(s: World) -> torch.Tensor:
+        z = F.linear(s.x[0, :rows], s.w).masked_fill(s.c > 0.9, -1.0)
+        return ce(z * 2, s.y[0, :rows])
+
+    s = World.make()
+    with new_sites() as sites, torch.set_grad_enabled(grad):
+        torch.testing.assert_close(compiled(program, min_logits_bytes=1)(s), program(s))
+    (site,) = sites
+    whole, weight = 8 * rows * VOCAB * (1 + grad), 8 * VOCAB * 4
+    if whole < weight:
+        assert site.reason is not None and site.reason.code == "weight_copied"
+        assert (site.bytes_saved, site.copied_bytes) == (0, 0)
+    else:
+        assert site.status == "fused"
+        assert (site.bytes_saved, site.copied_bytes) == (whole - weight, weight)
+
+
+def test_losses_of_few_rows_are_left_dense_where_their_gradients_of_the_weight_take_more() -> None:
+    with new_sites() as sites:
+        compiled(lambda s: ce(s.z[:, :1], s.y[:, :1]) + ce(s.z[:, 1:2], s.y[:, 1:2]), min_logits_bytes=1)(World.make())
+    assert [site.status for site in sites] == ["fused", "fused"]
+
+    def program(s: World) -> torch.Tensor:
+        z = F.linear(s.x[:1, :3], s.w)
+        return sum(ce(z[:, i], s.y[:1, i]) for i in range(3))
+
+    torch._dynamo.reset()
+    with new_sites() as sites:
+        compiled(program, min_logits_bytes=1)(World.make())
+    (site,) = sites
+    assert site.reason is not None and site.reason.code == "weight_copied"
+
+
 def test_readers_with_other_scales_or_rows_do_not_share() -> None:
     gm = captured(lambda s: ((z := s.z).logsumexp(-1), (z / 2).logsumexp(-1), z[:, 1:].logsumexp(-1)), World.make())
     assert calls(gm) == ["linear_stats.default"] * 3

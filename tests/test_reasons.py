@@ -21,7 +21,7 @@ Program = Callable[[World], Any]
 class Remedy(NamedTuple):
     """``words`` are of the remedy that was followed from ``before`` to ``after``.
 
-    ``world`` and the options are those of ``before`` where they matter.
+    ``world`` and the options are those of ``before`` where they matter, and the options ``also`` of ``after``.
     """
 
     words: str
@@ -29,6 +29,7 @@ class Remedy(NamedTuple):
     after: Program
     world: Callable[[], World] = World.make
     options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+    also: dict[str, Any] = {}  # noqa: RUF012
 
 
 def _wrapped_world() -> World:
@@ -74,9 +75,25 @@ def _under_grad_of_func(s: World) -> Tensor:
     return torch.func.grad(lambda x: ce(F.linear(x, s.w.detach()), s.y))(s.x.detach())
 
 
+def _repeated(s: World) -> Tensor:
+    log_probs = s.z.log_softmax(-1)[:, :, None].expand(-1, -1, 8, -1)
+    return log_probs.gather(-1, s.y[:, :, None, None].expand(-1, -1, 8, 1))[..., 0]
+
+
+def _gathered(s: World) -> Tensor:
+    return s.z.log_softmax(-1).gather(-1, s.y[:, :, None].expand(-1, -1, 8))
+
+
+def _one_row(s: World) -> Tensor:
+    return F.linear(s.x[:1, :1], s.w)
+
+
 def _loss_alone(s: World) -> Tensor:
     return ce(F.linear(s.x, s.w.detach()), s.y)
 
+
+# Every head is large enough, and yet only fused where that takes less.
+ALL_SIZES = {"min_logits_bytes": 1}
 
 REMEDIES: dict[str, Remedy] = {
     "too_small": Remedy(
@@ -84,6 +101,16 @@ REMEDIES: dict[str, Remedy] = {
         lambda s: ce(s.z, s.y),
         lambda s: ce(s.z, s.y),
         options={"min_logits_bytes": 1 << 20},
+    ),
+    "repeated": Remedy("one `gather` of several classes", _repeated, _gathered, options=ALL_SIZES, also=ALL_SIZES),
+    "weight_copied": Remedy(
+        "adding a vector of 0 and -inf",
+        lambda s: ce(_one_row(s).masked_fill(torch.arange(VOCAB) > 9, float("-inf")), s.y[:1, :1] * 0),
+        lambda s: ce(
+            _one_row(s) + torch.zeros(VOCAB).masked_fill(torch.arange(VOCAB) > 9, float("-inf")), s.y[:1, :1] * 0
+        ),
+        options=ALL_SIZES,
+        also=ALL_SIZES,
     ),
     "returned": Remedy(
         "the vocabulary last",
@@ -157,5 +184,5 @@ def test_a_remedy_works_when_followed(code: str) -> None:
     assert remedy.words in KINDS[code].remedy
     _, reasons = _reasons(remedy.before, remedy.world(), **remedy.options)
     assert reasons == {code}
-    statuses, reasons = _reasons(remedy.after, World.make())
+    statuses, reasons = _reasons(remedy.after, World.make(), **remedy.also)
     assert not reasons and statuses and statuses <= {"fused", "deferred"}

@@ -87,6 +87,12 @@ def test_one_fused_head() -> None:
         1 head: 1 fused; 8.0 GiB not built""")
 
 
+def test_copies_of_the_weight_are_taken_off() -> None:
+    text = " ".join(table(report(replace(FUSED, bytes_saved=7 << 30, copied_bytes=1 << 30))).split())
+    assert "gradient 2.0 GiB, less 1.0 GiB of copies of the weight" in text
+    assert text.endswith("7.0 GiB not built")
+
+
 def test_a_kept_head_has_its_reason_the_line_that_blocks_it_and_a_remedy() -> None:
     assert textwrap.dedent(f"""
         kept: lm_head → sort() + cross_entropy

@@ -111,8 +111,9 @@ class Site:
             ``"recompute in backward"``, ``"forward only"``, ``"all entries, normalised in place"``, ``"without a
             product"``; several are joined by ``"; "``; empty when kept.
         bytes_saved: bytes of the ``[N, V]`` tensors that eager makes at this site and the fused program does not
-            (the logits, their converted copy, their gradient); 0 when kept. Of a deferred head, as long as nothing
-            computes them: see ``Report.reads``. Dynamic sizes count by their hint; None where one has none.
+            (the logits, their converted copy, their gradient), less ``copied_bytes``; 0 when kept. Of a deferred head,
+            as long as nothing computes them: see ``Report.reads``. Dynamic sizes count by their hint; None where one
+            has none.
         reason: why it was kept; None unless it was.
         chain: all uses in one line, ``"lm_head → float → cross_entropy + argmax"``.
         source: the text of the line at ``where`` when the graph was captured; empty if it could not be read.
@@ -122,7 +123,9 @@ class Site:
         rows_hint: number of rows when the graph was captured, of all projections if the program joins several; None
             where it depends on values, as what a mask selects.
         logits_bytes, converted_bytes, gradient_bytes: bytes, in eager, of the logits, of their copies in other dtypes,
-            and of their gradient; None as ``bytes_saved``, which is their sum unless the head is kept.
+            and of their gradient; None as ``bytes_saved``, which is their sum less the next unless the head is kept.
+        copied_bytes: bytes of copies of the weight, and of further gradients of it, that the fused program makes and
+            eager does not.
         weights: numbers, in this process, of the parameters that are known to have been its weight: that which the
             graph was captured with and, of deferred logits, those that it was called with. Modules of one class may
             share compiled code. Empty if the weight is no parameter.
@@ -150,6 +153,7 @@ class Site:
     logits_bytes: int | None = 0
     converted_bytes: int | None = 0
     gradient_bytes: int | None = 0
+    copied_bytes: int = 0
     weights: tuple[int, ...] = ()
     measured: Measured | None = None
     projections: tuple[Projection, ...] = ()
