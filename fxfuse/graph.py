@@ -56,8 +56,7 @@ class Pass:
 def _copied(planned: Sequence[Pass]) -> int:
     """Bytes of copies of a weight that passes make, and of gradients of it that they have beside one another.
 
-    Gradients that are made in the backward are added up as they are made: it has two of them at a time, and one that
-    was made in the forward.
+    Inductor makes all gradients that are made in the backward before it adds them up.
     """
     sources = [source for one in planned for source in multiplied(one.of)]
     copies = {
@@ -65,8 +64,7 @@ def _copied(planned: Sequence[Pass]) -> int:
         for source in sources
         if any(op.copies_weight for op in source.class_ops)
     }
-    late = [_size_of_weight(one.of[0].source) for one in planned if not one.room]
-    return sum(copies.values()) + sum(late[:2])
+    return sum(copies.values()) + sum(_size_of_weight(one.of[0].source) for one in planned if not one.room)
 
 
 def _size_of_weight(source: ClassTensor) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import LargestTensor, compiled, new_sites
+from helpers import LargestTensor, assert_raises_like, compiled, new_sites
 from programs import VOCAB, DeferredWorld, World, ce
 from torch._dynamo import register_backend
 from torch.fx import GraphModule
@@ -675,6 +675,17 @@ def test_a_custom_op_that_writes_is_recognised() -> None:
     (site,) = captured_sites(program, world)
     assert site.reason is not None and site.reason.code == "operand_mutated"
     assert "test_graph.py:" in (site.reason.where or "")
+
+
+def test_the_largest_of_no_logits_raises_as_in_eager() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w).max()
+
+    x, w = torch.randn(0, 3), torch.randn(17, 3)
+    torch._dynamo.reset()
+    with new_sites() as sites:
+        assert_raises_like(lambda: program(x, w), lambda: compiled(program)(x, w))
+    assert [site.reason.code for site in sites if site.reason] == ["shape"]
 
 
 def test_a_target_out_of_range_raises_as_in_eager() -> None:

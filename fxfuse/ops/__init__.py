@@ -56,17 +56,7 @@ lib.define("copied(Tensor input) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 lib.impl("copied", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("fxfuse::copied", torch.clone, lib=lib)
 
-
-def _add_(total: Tensor, more: Tensor) -> None:
-    total.add_(more)
-
-
-lib.define("add_(Tensor(a!) total, Tensor more) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-lib.impl("add_", _add_, "CompositeExplicitAutograd")
-torch.library.register_fake("fxfuse::add_", lambda total, more: None, lib=lib)
-
 check_index = torch.ops.fxfuse.check_index.default
-add_ = torch.ops.fxfuse.add_.default  # which no compiler puts off until all that is to be added is there
 copied = torch.ops.fxfuse.copied.default  # which no compiler takes for something that is made again for nothing
 linear_stats = torch.ops.fxfuse.linear_stats.default
 linear_stats_backward = torch.ops.fxfuse.linear_stats_backward.default
@@ -285,12 +275,6 @@ differentiable(linear_loss_exponentials, _exponentials_backward, _exponentials_s
 
 
 # --- which code runs where ------------------------------------------------------------------------------------
-
-# Those that return the gradients of hidden states and weights.
-backwards = (
-    *(linear_stats_backward, linear_loss_exponentials_backward),
-    *(linear_softmax_backward, linear_divergence_backward),
-)
 
 _on_both: tuple[tuple[OpOverload, Any, Any], ...] = (
     (linear_stats, chunked.linear_stats, cuda.linear_stats),

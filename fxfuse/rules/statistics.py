@@ -20,6 +20,7 @@ from ..algebra import (
     WeighedLogProbs,
     constant,
 )
+from ..compat import same
 from ..readers import Index, Reader, Statistics
 from ..replay import Emit, Handle
 from . import Call, rule
@@ -124,6 +125,8 @@ def _most_of_all(call: Call, input: Any) -> Reader:
     """The largest entry of all."""
     if input.requires_grad and call.grad:
         call.keep("unknown_reader", f"{call.name} of all logits, with a gradient,")
+    if any(same(size, 0) for size in input.shape):  # which raises
+        call.keep("shape", f"{call.name} is of no logits")
     top = _top(call, input)
     return Reader(input, call.name, lambda emit, stats, _: emit(torch.amax, top(emit, stats)), want_top=True)
 
