@@ -24,9 +24,17 @@ from .apart import Apart
 from .candidate import Candidate, example_of
 from .escape import Escape, send_out, why_not
 from .mutation import Timeline, storages, tensors
-from .ops.contract import stash_dtype
 from .options import Options
-from .passes import BESIDE, KEPT, compute, computes_again, may_make_gradients_in_forward, multiplied, why
+from .passes import (
+    BESIDE,
+    KEPT,
+    compute,
+    computes_again,
+    may_make_gradients_in_forward,
+    multiplied,
+    outweighs_logits,
+    why,
+)
 from .readers import Reader, Whole
 from .reasons import Reason, because
 from .replay import Emit, Handle
@@ -145,8 +153,7 @@ class _Planner:
         trained = source.requires_grad and example_of(weight).requires_grad and not self.in_checkpoint
         if not trained or not may_make_gradients_in_forward(one.of, self.options.memory):
             return True
-        gradient = compat.hint(source.vocab) * source.hidden * stash_dtype(source.head.dtype).itemsize
-        if not _is_known(source) or gradient <= _elements(source) * source.dtype.itemsize:
+        if not outweighs_logits(source):
             return True
         memory = storages(weight)
         if graded & memory:

@@ -172,6 +172,7 @@ class Origin:
         given: entries that fused ops have returned.
         is_read: the output has values.
         has_values: some were made of the operands, through which gradients may come to what is made of these.
+        keeps_gradient: a loss keeps a gradient of the weight for the backward.
         partners: outputs of which, and of this one, something was made.
     """
 
@@ -186,6 +187,7 @@ class Origin:
     given: list[Given] = field(default_factory=list)
     is_read: bool = False
     has_values: bool = False
+    keeps_gradient: bool = False
     partners: tuple[weakref.ref[Origin], ...] = ()
 
     # Most logits are never read, and what only reading needs takes time to make.

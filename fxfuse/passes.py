@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +10,9 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import compat, ops
 from .algebra import ClassTensor, Comparison, Exponentials, Logits, LogProbs, Targeted, WeighedLogits
-from .ops.contract import acc_dtype
+from .ops.contract import acc_dtype, stash_dtype
 from .ops.cuda import keeps_exponentials
 from .readers import Beside, Coefficients, Reader, Statistics, Whole, with_offset
 from .replay import Emit, Handle
@@ -32,7 +33,19 @@ def computes_again(readers: Sequence[Reader], memory: int, room: bool = True) ->
 
 
 def may_make_gradients_in_forward(readers: Sequence[Reader], memory: int) -> bool:
+    """Whether what they return is one number, so that one pass can make its gradients too."""
     return len(readers) == 1 and readers[0].coefficients is not None and memory == 0
+
+
+def outweighs_logits(source: ClassTensor) -> bool:
+    """Whether a gradient of the weight is larger than what eager keeps of a loss of these logits: log-probabilities.
+
+    A pass may keep it for the backward, but each weight may have one such gradient at a time only.
+    """
+    if not all(map(compat.is_known, source.shape)):
+        return False
+    vocab, elements = compat.hint(source.vocab), math.prod(map(compat.hint, source.shape))
+    return vocab * source.hidden * stash_dtype(source.head.dtype).itemsize > elements * source.dtype.itemsize
 
 
 def compute(

@@ -13,7 +13,15 @@ from .algebra import ClassTensor, Head, OfTwoHeads
 from .eager import EMIT
 from .lazy import State
 from .origin import Given, Identity, Origin
-from .passes import class_sum, compute, finished, operands_of, statistics
+from .passes import (
+    class_sum,
+    compute,
+    finished,
+    may_make_gradients_in_forward,
+    operands_of,
+    outweighs_logits,
+    statistics,
+)
 from .readers import Beside, Reader, Statistics
 from .rules import Call
 
@@ -74,6 +82,17 @@ def _noting(reader: Reader, given: list[Given]) -> Reader:
     return replace(reader, finish=finish)
 
 
+def _has_room(origin: Origin, readers: tuple[Reader, ...]) -> bool:
+    """Whether they may keep a gradient of the weight until the backward: the first loss of an output may."""
+    source = readers[0].source
+    keeps = may_make_gradients_in_forward(readers, origin.memory) and source.head.weight.requires_grad
+    if not keeps or not outweighs_logits(source):
+        return True
+    first = not origin.keeps_gradient
+    origin.keeps_gradient = True
+    return first
+
+
 def _has_graph(source: ClassTensor) -> bool:
     """Whether something that it is made with was made by functions that autograd has recorded."""
     return any(isinstance(handle, Tensor) and handle.grad_fn is not None for handle in source.handles())
@@ -120,7 +139,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
             if len(kept) > MOST_KEPT:
                 del kept[next(iter(kept))]  # the oldest
     else:
-        _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory)
+        room = not grad or _has_room(origin, computed)
+        _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory, room=room)
     # In memory of its own: the backward may need what it was made of.
     outs = call.out if isinstance(call.out, tuple) else (call.out,)
     results = [

@@ -971,6 +971,31 @@ def test_tensors_of_the_same_shape_are_no_loss(like: Any, device: str) -> None:
         z.sin()
 
 
+def test_losses_of_one_output_do_not_each_keep_a_gradient_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is larger than what eager keeps of one, as for a sequence of fewer tokens than hidden units."""
+    variants: list[str] = []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        variant, results = passes.compute(*args, **options)
+        variants.append(variant)
+        return variant, results
+
+    monkeypatch.setattr(reading, "compute", noting)
+
+    def program(z: Tensor, s: World, count: int) -> Tensor:
+        return sum(ce(z[:, i : i + count], s.y[:, i : i + count]) for i in range(3))  # type: ignore[return-value]
+
+    for count, expected in ((1, [passes.IN_FORWARD, *2 * [passes.RECOMPUTED]]), (3, 3 * [passes.IN_FORWARD])):
+        variants.clear()
+        results = []
+        for s in (World.make(), DeferredWorld.make()):
+            loss = program(s.z, s, count)
+            loss.backward()
+            results.append((loss, s.x.grad, s.w.grad))
+        torch.testing.assert_close(*results)
+        assert variants == expected
+
+
 # --- what autograd saves --------------------------------------------------------------------------------------
 
 
