@@ -40,7 +40,7 @@ class Candidate:
         sizes: nodes that return how many rows there are, with what they ask.
         rows: of all projections, as far as is known.
         axis: of the classes in what the projection returns.
-        copied: bytes of copies of the weight, and of further gradients of it, that fusing takes and eager does not.
+        copied: bytes of copies of the weight, and of its gradients but the first, that fusing makes, and eager not.
     """
 
     node: Node

@@ -24,7 +24,7 @@ from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
 from .lazy import Described, parts_of, used_on
 from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, hooks_as_called_outside, plain_of
-from .origin import working
+from .origin import locked, working
 from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
@@ -255,6 +255,14 @@ _ATTRIBUTES = {getattr(Tensor, name).__get__: name for name in ("T", "mT")}
 def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """What the rule makes of the call, or NotImplemented where values are needed."""
     deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits)]
+    # Whatever is derived of them is so before another thread writes to them, or after.
+    with locked(origin for t in deferred for origin in t._deferred.origins):
+        return _apply_locked(entry, name, rule_args, func, args, kwargs, deferred)
+
+
+def _apply_locked(
+    entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs: Any, deferred: list[DeferredLogits]
+) -> Any:
     if not all(map(_is_described, deferred)):
         return NotImplemented
     stacked = any(isinstance(_description(t), tuple) for t in deferred)
@@ -310,6 +318,10 @@ def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs:
             results = [used_on(here, result) for result in read(call, readers, heads)]
     except (Keep, NotDeferred):
         return NotImplemented
+    except errors.StaleLogitsError:
+        if all(t._deferred.is_built() for t in deferred):
+            return NotImplemented
+        raise
     for origin, _ in heads.values():
         before = origin.way.chain if origin.way else "…"
         journal.note_fused(origin.site, origin.weight, origin.head, caller(), before, calls)

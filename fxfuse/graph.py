@@ -62,22 +62,36 @@ class Pass:
 
 
 def _copied(planned: Sequence[Pass]) -> int:
-    """Bytes of copies of a weight that passes make, and of gradients of it that they have beside one another.
+    """Bytes of copies of the weight that passes for one head make, and of its gradients but the first.
 
-    Inductor makes all gradients that are made in the backward before it adds them up.
+    Eager makes one gradient of a projection. Inductor makes those of all passes before it adds them up.
     """
-    sources = [source for one in planned for source in multiplied(one.of)]
+    sources = [multiplied(one.of) for one in planned]
     copies = {
-        (id(source.head), tuple(op.key() for op in source.class_ops)): _size_of_weight(source)
-        for source in sources
-        if any(op.copies_weight for op in source.class_ops)
+        (id(source.head), tuple(op.key() for op in source.class_ops)): _size_of_copy(source)
+        for some in sources
+        for source in some
     }
-    return sum(copies.values()) + sum(_size_of_weight(one.of[0].source) for one in planned if not one.room)
+    trained = [some[0] for some in sources if some and some[0].requires_grad and _is_trained(some[0].head.weight)]
+    return sum(copies.values()) + sum(_size_of_weight(source, source.vocab) for source in trained[1:])
 
 
-def _size_of_weight(source: ClassTensor) -> int:
-    """Bytes of the weight of some logits, and of its gradient."""
-    return compat.hint(source.vocab) * source.hidden * source.head.dtype.itemsize
+def _is_trained(weight: Handle) -> bool:
+    return bool(example_of(weight).requires_grad)
+
+
+def _size_of_copy(source: ClassTensor) -> int:
+    """Bytes of the largest copy of a weight that its class operations make."""
+    vocab, most = source.head.vocab, 0
+    for op in source.class_ops:
+        vocab = vocab if op.count is None else op.count
+        most = max(most, _size_of_weight(source, vocab) if op.copies_weight else 0)
+    return most
+
+
+def _size_of_weight(source: ClassTensor, vocab: Any) -> int:
+    """Bytes of so many rows of the weight of some logits, or of its gradient."""
+    return compat.hint(vocab) * source.hidden * source.head.dtype.itemsize
 
 
 # --- planning -------------------------------------------------------------------------------------------------
@@ -150,7 +164,7 @@ class _Planner:
         """
         source = one.of[0].source
         weight = source.head.weight
-        trained = source.requires_grad and example_of(weight).requires_grad and not self.in_checkpoint
+        trained = source.requires_grad and _is_trained(weight) and not self.in_checkpoint
         if not trained or not may_make_gradients_in_forward(one.of, self.options.memory):
             return True
         if not outweighs_logits(source):

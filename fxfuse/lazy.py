@@ -99,7 +99,7 @@ class State:
         self.memory = parents[0].memory if self.is_view else Memory()
         with locked(self.origins):
             if self.others:
-                join(self.origins)
+                join(self)
             self.memory.views.add(self)
             for part in () if self.is_view else parents:
                 part.memory.made_of_it.add(self)

@@ -130,15 +130,16 @@ def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
 
 def _resizes(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether what is given as ``out=`` has another shape than the result, and would get that one."""
-    outs = [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
-    if not outs:
+    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    if not names:
         return False
     new_args, new_kwargs = tree_map_only(Tensor, lambda tensor: _look(tensor).tensor(), (args, kwargs))
     try:
-        made = tree_leaves(func(*new_args, **new_kwargs))
+        func(*new_args, **new_kwargs)
     except Exception:
         return False  # a wrong call, as eager shall say
-    return [out.shape for out in outs] != [one.shape for one in made]
+    given, made = (tree_leaves([some[name] for name in names]) for some in (kwargs, new_kwargs))
+    return [out.shape for out in given] != [out.shape for out in made]
 
 
 def _begins_within(tensor: Any) -> bool:

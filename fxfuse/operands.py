@@ -135,8 +135,8 @@ class Operands:
     Attributes:
         head: the operands, for values: no gradient flows to the hidden states.
         size: the bytes of the logits.
-        lock: held while something is computed from them, and while they are copied for a step: a step in another thread
-            waits.
+        lock: held while something is computed from them or of the logits, and while they are copied for a step, which
+            waits for another thread that reads logits which nothing had read.
         stream: the CUDA stream on which eager computes the logits; None elsewhere.
     """
 
@@ -268,8 +268,10 @@ class Operands:
         return self._copies.get("weight", weight) if compat.storage(weight) in storages else None
 
     def keep(self, storages: set[int | None], copies: dict[int, Tensor]) -> None:
-        """Copy the operands that lie in ``storages``."""
+        """Copy the operands that lie in ``storages``, unless another thread has read the logits meanwhile."""
         with self.lock:
+            if _unread.get(id(self)) is not self:
+                return
             for name, seal in self._seals.items():
                 tensor = self._originals[name]
                 if name in self._copies or compat.storage(tensor) not in storages or seal.broken(tensor):

@@ -173,7 +173,7 @@ class Origin:
         is_read: the output has values.
         has_values: some were made of the operands, through which gradients may come to what is made of these.
         keeps_gradient: a loss keeps a gradient of the weight for the backward.
-        partners: outputs of which, and of this one, something was made.
+        joined: what is made of this output and others.
     """
 
     site: Site
@@ -188,7 +188,7 @@ class Origin:
     is_read: bool = False
     has_values: bool = False
     keeps_gradient: bool = False
-    partners: tuple[weakref.ref[Origin], ...] = ()
+    joined: tuple[weakref.ref[State], ...] = ()
 
     # Most logits are never read, and what only reading needs takes time to make.
 
@@ -235,6 +235,14 @@ class Origin:
         trained = self.operands.trained()
         return {} if trained is None else trained.log_sum_exps
 
+    def may_lead_back(self, source: ClassTensor) -> bool:
+        """Whether the graph of what ``source`` is made with may lead to these logits' node.
+
+        What the graph keeps must not have such a graph: that would be a cycle through C++, which is never freed.
+        """
+        handles = (handle for handle in source.handles() if isinstance(handle, Tensor))
+        return self.has_values and any(handle.grad_fn is not None for handle in handles)
+
     def note(self, given: Iterable[Given]) -> None:
         """Remember entries, of so many reads, that a long life does not fill the memory."""
         for new in given:
@@ -252,6 +260,8 @@ class Origin:
         if known is None or not known.is_still(tensor) or tensor.dim() != len(known.reader.source.shape):
             return None
         if tensor.requires_grad and not known.is_used:  # else nothing can wait for its gradient
+            if self.may_lead_back(known.reader.source):
+                return None
             used: list[tuple[_Normaliser, Tensor]] = (self.operands.trained() or self).used
             if len(used) == MOST_USED:
                 return None
@@ -273,7 +283,7 @@ class Origin:
 
 @contextlib.contextmanager
 def locked(origins: Iterable[Origin]) -> Iterator[None]:
-    """Hold the locks of the operands of these, of their partners, of the partners' partners and so on.
+    """Hold the locks of the operands of these, of those that something is made of together with them, and so on.
 
     A write to one output reads what was made of it, which may be made of another one too, so that all of them are taken
     at once, in one order: of threads that write to one each, none waits for what the other has.
@@ -311,14 +321,14 @@ def working(origins: Iterable[Origin]) -> Iterator[torch.cuda.Stream | None]:
 def _together(origins: set[Origin]) -> set[Origin]:
     found, waiting = set(origins), list(origins)
     while waiting:
-        new = {partner for ref in waiting.pop().partners if (partner := ref()) is not None} - found
+        states = (state for ref in waiting.pop().joined if (state := ref()) is not None)
+        new = {origin for state in states for origin in state.origins} - found
         found |= new
         waiting += new
     return found
 
 
-def join(origins: Sequence[Origin]) -> None:
-    """Make these, whose locks are held, partners: something is made of all of them."""
-    for one in origins:
-        known = {partner for ref in one.partners if (partner := ref()) is not None}
-        one.partners = tuple(map(weakref.ref, {*known, *origins} - {one}))
+def join(state: State) -> None:
+    """Note that it is made of several outputs, whose locks are held."""
+    for origin in state.origins:
+        origin.joined = (*(ref for ref in origin.joined if ref() is not None), weakref.ref(state))

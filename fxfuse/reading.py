@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, errors
-from .algebra import ClassTensor, Head, OfTwoHeads
+from . import compat
+from .algebra import Head, OfTwoHeads
 from .eager import EMIT
 from .lazy import State
 from .origin import Given, Identity, Origin
@@ -33,6 +33,9 @@ def heads_for(states: list[State], call: Call, readers: tuple[Reader, ...]) -> F
     """For each head that readers are of, its origin and the head to compute them from, the readers' own first.
 
     Refused where they cannot be computed from the operands.
+
+    Raises:
+        StaleLogitsError: as ``Operands.as_they_were``.
     """
     source = readers[0].source
     requires_grad = wants_gradients(call, readers)
@@ -48,12 +51,7 @@ def heads_for(states: list[State], call: Call, readers: tuple[Reader, ...]) -> F
             continue
         operands = origins[head].operands
         trained &= requires_grad
-        try:
-            as_they_were = operands.as_they_were()
-        except errors.StaleLogitsError:
-            if all(state.is_built() for state in states):
-                call.keep("operand_mutated", "something")
-            raise
+        as_they_were = operands.as_they_were()
         if trained and operands.are_copied():
             call.keep("operand_mutated", "an optimizer's step")  # as in eager, the backward must complain
         now = operands.for_gradients() if trained else as_they_were
@@ -83,7 +81,10 @@ def _noting(reader: Reader, given: list[Given]) -> Reader:
 
 
 def _has_room(origin: Origin, readers: tuple[Reader, ...]) -> bool:
-    """Whether they may keep a gradient of the weight until the backward: the first loss of an output may."""
+    """Whether they may keep a gradient of the weight until the backward: the first loss of an output may.
+
+    None after that may, though that gradient may be gone.
+    """
     source = readers[0].source
     keeps = may_make_gradients_in_forward(readers, origin.memory) and source.head.weight.requires_grad
     if not keeps or not outweighs_logits(source):
@@ -91,11 +92,6 @@ def _has_room(origin: Origin, readers: tuple[Reader, ...]) -> bool:
     first = not origin.keeps_gradient
     origin.keeps_gradient = True
     return first
-
-
-def _has_graph(source: ClassTensor) -> bool:
-    """Whether something that it is made with was made by functions that autograd has recorded."""
-    return any(isinstance(handle, Tensor) and handle.grad_fn is not None for handle in source.handles())
 
 
 def wants_gradients(call: Call, readers: tuple[Reader, ...]) -> bool:
@@ -133,8 +129,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
     elif shares and reader.coefficients is None and reader.chosen is None:
         results, lse = statistics(EMIT, computed, operands, origin.memory)
-        # It would be that of some of the rows; or a cycle through C++, of what was made of these logits' values.
-        if not reader.skip_unindexed and not (grad and origin.has_values and _has_graph(source)):
+        # It would be that of some of the rows.
+        if not reader.skip_unindexed and not (grad and origin.may_lead_back(source)):
             kept[key] = lse, Identity.of(source, key)
             if len(kept) > MOST_KEPT:
                 del kept[next(iter(kept))]  # the oldest
@@ -147,10 +143,11 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         result.to(out.dtype, copy=True, memory_format=torch.contiguous_format)
         for result, out in zip(results, outs, strict=True)
     ]
+    if not isinstance(reader, Beside):
+        for one, _ in found.values():
+            one.operands.were_not_written_to()
     origin.note(given)
     for one, _ in found.values():
-        if not isinstance(reader, Beside):
-            one.operands.were_not_written_to()
         one.bypassed |= grad
         for result in results:
             for signal in one.signals if result.requires_grad else ():

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
+from fxfuse import deferred as deferred_module
 from fxfuse import lazy, lazy_tensor, operands, passes, reading
 from fxfuse.deferred import DeferredLogits
 from fxfuse.origin import MOST_USED
@@ -1191,6 +1192,14 @@ def test_a_result_of_another_shape_is_not_put_into_logits() -> None:
     torch.testing.assert_close(z * 1.0, World.make().z.detach().sin())
 
 
+def test_results_that_are_put_into_a_list_of_logits() -> None:
+    zs = [DeferredWorld.make(seed=seed).z.detach() for seed in range(2)]
+    torch.unbind_copy(torch.ones(2, *zs[0].shape, dtype=zs[0].dtype), 0, out=zs)
+    assert all((z == 1).all() for z in zs)
+    with pytest.raises(fxfuse.FxfuseError, match=r"out= of a result of another shape"):
+        torch.unbind_copy(torch.ones(2, 3, dtype=zs[0].dtype), 0, out=zs)
+
+
 class _Other(Tensor):
     """A subclass that fxfuse knows nothing of."""
 
@@ -1292,6 +1301,68 @@ def test_a_weight_that_changes_while_another_thread_reads(
                 world.w.add_(1)
             with pytest.raises(RuntimeError, match="changed in place"):
                 result.result()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_step_during_a_loss_of_logits_that_have_values(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for these: what it overtakes is computed of the values. Nothing keeps a copy of the weight."""
+    world, original = DeferredWorld.make(), reading.statistics
+    z = world.z.detach()
+    if read:
+        z.sin()
+    begun, stepped = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        stepped.wait(0.3)
+        return original(*args)
+
+    monkeypatch.setattr(reading, "statistics", slow)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(z.logsumexp, -1)
+        assert begun.wait(30)
+        world.w.grad = torch.ones_like(world.w)
+        torch.optim.SGD([world.w], lr=0.1).step()
+        stepped.set()
+        torch.testing.assert_close(result.result(), World.make().z.detach().logsumexp(-1))
+    assert _has_copy(z) == (not read)
+
+
+def test_a_copy_that_a_step_is_about_to_make_of_what_was_just_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = DeferredWorld.make()
+    z, keep = world.z.detach(), operands.Operands.keep
+
+    def read_first(*args: Any) -> None:
+        z.sin()
+        keep(*args)
+
+    monkeypatch.setattr(operands.Operands, "keep", read_first)
+    monkeypatch.setattr(operands, "_without_small", lambda waiting, storages: waiting)
+    world.w.grad = torch.ones_like(world.w)
+    torch.optim.SGD([world.w], lr=0.1).step()
+    assert not _has_copy(z)
+    torch.testing.assert_close(z.cos(), World.make().z.detach().cos())
+
+
+def test_a_write_while_another_thread_derives_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until that is known for what it is."""
+    with torch.no_grad():
+        logs = [DeferredWorld.make(seed=seed).z.log_softmax(-1) for seed in range(2)]
+        expected = [World.make(seed=seed).z.log_softmax(-1) for seed in range(2)]
+    begun, original = threading.Event(), deferred_module.describe
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        time.sleep(0.3)
+        original(*args)
+
+    monkeypatch.setattr(deferred_module, "describe", slow)
+    with ThreadPoolExecutor(1) as pool:
+        difference = pool.submit(lambda: logs[0] - logs[1])
+        assert begun.wait(30)
+        for log in logs:
+            log.data_ptr()
+        torch.testing.assert_close(difference.result() * 1.0, expected[0] - expected[1])
 
 
 def test_a_finaliser_may_read_logits_while_a_step_looks_for_some() -> None:
@@ -1566,8 +1637,9 @@ def _categorical(z: Tensor) -> Tensor:
         lambda z: (z.exp() / z.exp().sum(-1, keepdim=True)).max(-1).values.sum(),
         lambda z: (z - 0.01 * z.pow(2).mean(-1, keepdim=True)).logsumexp(-1).mean(),
         lambda z: (z - 0.01 * z.pow(2).mean(-1, keepdim=True)).max(-1).values.sum(),
+        lambda z: _categorical(z / z.norm(dim=-1, keepdim=True)),
     ],
-    ids=["categorical", "logsumexp", "max", "shifted", "softmax", "values", "max_of_values"],
+    ids=["categorical", "logsumexp", "max", "shifted", "softmax", "values", "max_of_values", "norm"],
 )
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("detached", [False, True])

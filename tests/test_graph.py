@@ -233,20 +233,39 @@ def test_a_copy_of_the_weight_is_no_larger_than_the_logits(rows: int, grad: bool
         assert (site.bytes_saved, site.copied_bytes) == (whole - weight, weight)
 
 
-def test_losses_of_few_rows_are_left_dense_where_their_gradients_of_the_weight_take_more() -> None:
-    with new_sites() as sites:
-        compiled(lambda s: ce(s.z[:, :1], s.y[:, :1]) + ce(s.z[:, 1:2], s.y[:, 1:2]), min_logits_bytes=1)(World.make())
-    assert [site.status for site in sites] == ["fused", "fused"]
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_losses_of_few_rows_are_left_dense_where_their_gradients_of_the_weight_take_more(reduction: str) -> None:
+    """Of one projection, of which eager makes one gradient; not of several, of which it makes as many."""
 
-    def program(s: World) -> torch.Tensor:
+    def loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ce(z, y, reduction=reduction).mean()
+
+    def at_once(s: World) -> torch.Tensor:
         z = F.linear(s.x[:1, :3], s.w)
-        return sum(ce(z[:, i], s.y[:1, i]) for i in range(3))
+        return sum(loss(z[:, i], s.y[:1, i]) for i in range(3))
 
-    torch._dynamo.reset()
+    def one_by_one(s: World) -> torch.Tensor:
+        return sum(loss(F.linear(s.x[:1, i], s.w), s.y[:1, i]) for i in range(3))
+
+    for program, codes in ((at_once, ["weight_copied"]), (one_by_one, [None, None, None])):
+        torch._dynamo.reset()
+        s, e = World.make(), World.make()
+        with new_sites() as sites:
+            compiled(program, min_logits_bytes=1)(s).backward()
+        program(e).backward()
+        torch.testing.assert_close((s.x.grad, s.w.grad), (e.x.grad, e.w.grad))
+        assert [site.reason and site.reason.code for site in sites] == codes
+        assert all(site.copied_bytes == 0 for site in sites)
+
+
+def test_a_copy_of_the_weight_of_which_classes_are_taken_later() -> None:
+    def program(s: World) -> torch.Tensor:
+        return F.linear(s.x[0, :1], s.w.detach()).masked_fill(s.c > 0.9, -1.0)[..., :3].logsumexp(-1).sum()
+
     with new_sites() as sites:
-        compiled(program, min_logits_bytes=1)(World.make())
+        torch.testing.assert_close(compiled(program, min_logits_bytes=1)(World.make()), program(World.make()))
     (site,) = sites
-    assert site.reason is not None and site.reason.code == "weight_copied"
+    assert site.reason is not None and f"{8 * VOCAB * 4:,} bytes" in site.reason.sentence
 
 
 def test_readers_with_other_scales_or_rows_do_not_share() -> None:

@@ -83,7 +83,7 @@ def page(report: Report, watched: Mapping[int, Watched], title: str) -> str:
         signs=SIGNS,
         counts={status: sums.counts[status] for status in get_args(Status)},
         totals=sums,
-        most=max((site.bytes_saved or 0 for site in report.sites), default=0),
+        most=max(map(_not_built, report.sites), default=0),
         no_heads="" if report.sites else no_heads(report),
         without_masks=without_masks(report) if report.sites else "",
         heads=[(head, _id(head.graph, head.index), _name(head.site)) for head in heads],
@@ -125,6 +125,14 @@ class _Figure:
     layout: Layout
     labels: tuple[_Label, ...]
     description: str
+
+
+def _not_built(site: Site) -> int:
+    """Bytes that are not built, without taking off what is in their place."""
+    if site.reason:
+        return 0
+    parts = site.logits_bytes, site.converted_bytes, site.gradient_bytes
+    return max(site.bytes_saved or 0, sum(part or 0 for part in parts))
 
 
 def _id(graph: GraphRecord, index: int) -> str:

@@ -123,9 +123,10 @@ class Site:
         rows_hint: number of rows when the graph was captured, of all projections if the program joins several; None
             where it depends on values, as what a mask selects.
         logits_bytes, converted_bytes, gradient_bytes: bytes, in eager, of the logits, of their copies in other dtypes,
-            and of their gradient; None as ``bytes_saved``, which is their sum less the next unless the head is kept.
-        copied_bytes: bytes of copies of the weight, and of further gradients of it, that the fused program makes and
-            eager does not.
+            and of their gradient; None as ``bytes_saved``, which is their sum less the next, at least 0, unless the
+            head is kept.
+        copied_bytes: bytes of copies of the weight, and of its gradients but the first, that the fused program makes
+            and eager does not.
         weights: numbers, in this process, of the parameters that are known to have been its weight: that which the
             graph was captured with and, of deferred logits, those that it was called with. Modules of one class may
             share compiled code. Empty if the weight is no parameter.

@@ -231,7 +231,11 @@ def _worth(head: Head) -> Iterator[str]:
         yield f"{built}: ? bytes, as the number of rows depends on values"
     elif named := " + ".join(f"{name} {human_bytes(size)}" for name, size in parts.items() if size):
         rows = "" if isinstance(site.rows, int) else f" for {_plural(site.rows_hint, 'row')}"
-        less = f", less {human_bytes(site.copied_bytes)} of copies of the weight" if site.copied_bytes else ""
+        less = (
+            f", less {human_bytes(site.copied_bytes)} of copies of the weight or its gradient"
+            if site.copied_bytes
+            else ""
+        )
         yield f"{built}{rows}: {named}{less}"
 
 
