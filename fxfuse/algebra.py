@@ -222,10 +222,13 @@ class ClassTensor:
         shifts = tuple(shift.key() for shift in self.row_shifts)
         return tuple(op.key() for op in self.class_ops), self.scale, self.transform, shifts
 
+    def whole_key(self) -> tuple[Any, ...]:
+        """Equal for tensors that are made of the same logits, entry by entry."""
+        return self.head, self.row_key(whole=True), self.logits_key(), self.class_dim
+
     def has_logits_of(self, other: ClassTensor) -> bool:
         """Whether both are made of the same logits, entry by entry."""
-        same_rows = self.head is other.head and self.row_key(whole=True) == other.row_key(whole=True)
-        return same_rows and self.logits_key() == other.logits_key() and self.class_dim == other.class_dim
+        return self.head is other.head and self.whole_key() == other.whole_key()
 
 
 class Logits(ClassTensor):

@@ -6,7 +6,6 @@ replaced. A failure before that last step leaves the graph as it was.
 
 from __future__ import annotations
 
-import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,23 +17,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
-from .algebra import ClassTensor
 from .analysis import Analysis, analyse
 from .apart import Apart
 from .candidate import Candidate, example_of
+from .costs import copied, eager_bytes, has_known_size, makes_gradient, too_dear, total
 from .escape import Escape, send_out, why_not
-from .mutation import Timeline, storages, tensors
+from .mutation import Timeline, storages
 from .options import Options
-from .passes import (
-    BESIDE,
-    KEPT,
-    compute,
-    computes_again,
-    may_make_gradients_in_forward,
-    multiplied,
-    outweighs_logits,
-    why,
-)
+from .passes import BESIDE, compute, computes_again, keeps_much, why
 from .readers import Reader, Whole
 from .reasons import Reason, because
 from .replay import Emit, Handle
@@ -61,44 +51,7 @@ class Pass:
         return [reader for _, reader in self.readers]
 
 
-def _copied(planned: Sequence[Pass]) -> int:
-    """Bytes of copies of the weight that passes for one head make, and of its gradients but the first.
-
-    Eager makes one gradient of a projection. Inductor makes those of all passes before it adds them up.
-    """
-    sources = [multiplied(one.of) for one in planned]
-    copies = {
-        (id(source.head), tuple(op.key() for op in source.class_ops)): _size_of_copy(source)
-        for some in sources
-        for source in some
-    }
-    trained = [some[0] for some in sources if some and some[0].requires_grad and _is_trained(some[0].head.weight)]
-    return sum(copies.values()) + sum(_size_of_weight(source, source.vocab) for source in trained[1:])
-
-
-def _is_trained(weight: Handle) -> bool:
-    return bool(example_of(weight).requires_grad)
-
-
-def _size_of_copy(source: ClassTensor) -> int:
-    """Bytes of the largest copy of a weight that its class operations make."""
-    vocab, most = source.head.vocab, 0
-    for op in source.class_ops:
-        vocab = vocab if op.count is None else op.count
-        most = max(most, _size_of_weight(source, vocab) if op.copies_weight else 0)
-    return most
-
-
-def _size_of_weight(source: ClassTensor, vocab: Any) -> int:
-    """Bytes of so many rows of the weight of some logits, or of its gradient."""
-    return compat.hint(vocab) * source.hidden * source.head.dtype.itemsize
-
-
 # --- planning -------------------------------------------------------------------------------------------------
-
-# How many times the rows of a projection its passes may multiply by the weight, where eager does so once in the forward
-# and in the backward: more time than that is not worth the memory of the logits.
-MOST_REPEATED = 4
 
 
 class _Planner:
@@ -133,28 +86,14 @@ class _Planner:
         for one in planned:
             one.room = self._has_room(one, graded)
             candidate.kept = candidate.kept or self._changed(candidate, one)
-        candidate.copied = _copied(planned)
-        candidate.kept = candidate.kept or self._too_dear(candidate, planned)
+        groups = [one.of for one in planned]
+        candidate.copied = copied(groups)
+        if self.options.min_logits_bytes > 0:  # else all that is sound is to be fused
+            candidate.kept = candidate.kept or too_dear(candidate, groups)
         if candidate.kept is not None:
             return None
         self.graded = graded
         return planned
-
-    def _too_dear(self, candidate: Candidate, planned: Sequence[Pass]) -> Reason | None:
-        """Why a head takes less time or memory as it is, if so. Not asked where all that is sound is to be fused."""
-        sources = [source for one in planned for source in multiplied(one.of)]
-        sizes_known = all(map(_is_known, (*map(example_of, candidate.projections), *sources)))
-        if not sizes_known or self.options.min_logits_bytes == 0:
-            return None
-        where = location(candidate.node)
-        rows, vocab = candidate.rows, candidate.head.vocab
-        if sum(map(_elements, sources)) > MOST_REPEATED * rows * vocab:
-            times = sum(map(_elements, sources)) // vocab
-            return because("repeated", f"{times:,} rows, where the program has {rows:,}", where)
-        saved = _sum(*_bytes(candidate, set())) or 0
-        if candidate.copied > saved:
-            return because("weight_copied", f"{candidate.copied:,} bytes for {saved:,} of logits", where)
-        return None
 
     def _has_room(self, one: Pass, graded: set[int]) -> bool:
         """Whether ``one`` may make its gradient of the weight in the forward; then the weight is ``graded``.
@@ -163,13 +102,10 @@ class _Planner:
         one, and more only where they are no larger than what eager keeps of the same loss, its log-probabilities.
         """
         source = one.of[0].source
-        weight = source.head.weight
-        trained = source.requires_grad and _is_trained(weight) and not self.in_checkpoint
-        if not trained or not may_make_gradients_in_forward(one.of, self.options.memory):
+        trained = makes_gradient(source) and not self.in_checkpoint
+        if not trained or not keeps_much(one.of, self.options.memory):
             return True
-        if not outweighs_logits(source):
-            return True
-        memory = storages(weight)
+        memory = storages(source.head.weight)
         if graded & memory:
             return False
         graded |= memory
@@ -197,7 +133,7 @@ class _Planner:
             if isinstance(reader, Whole) and len(candidate.readers) > 1 and reader.reason is not None:
                 return reader.reason
         size = candidate.rows * head.vocab * head.dtype.itemsize
-        if _is_known(example_of(candidate.node)) and size < self.options.min_logits_bytes:
+        if has_known_size(example_of(candidate.node)) and size < self.options.min_logits_bytes:
             return because("too_small", f"{size:,} bytes", where)
         for escaped in candidate.escaped:
             output = f"as an output of shape {' × '.join(str(size) for size in escaped.value.shape)}"
@@ -367,7 +303,7 @@ def _site(candidate: Candidate, passes: _Passes, told: Told, in_checkpoint: bool
         for i, size in enumerate(shape):
             rows = rows if i == candidate.axis else rows * size
         patterns = dict.fromkeys(reader.pattern for _, readers in passes for reader in readers) if fused else ()
-        logits, converted, gradient = _bytes(candidate, {variant for variant, _ in passes})
+        logits, converted, gradient = eager_bytes(candidate, {variant for variant, _ in passes})
         causes = _causes(candidate, passes, in_checkpoint, memory) if fused else ()
         site = replace(
             site,
@@ -407,45 +343,10 @@ def _number(size: Any) -> int | str:
     return size if isinstance(size, int) else str(size)
 
 
-def _sum(*sizes: int | None) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
-
-
 def _saved(candidate: Candidate, *sizes: int | None) -> int | None:
     """What is not built, of these ``sizes``, less what is in its place; None where that is not known."""
-    built = _sum(*sizes)
+    built = total(*sizes)
     return None if built is None else max(0, built - candidate.copied)
-
-
-def _bytes(candidate: Candidate, variants: set[str]) -> tuple[int | None, int | None, int | None]:
-    """Bytes of logits, of each conversion of them to another dtype, and of their gradient; None where a size depends
-    on values.
-
-    Exponentials that are kept stand in the gradient's place.
-    """
-    if not all(_is_known(example_of(node)) for node in candidate.projections):
-        return None, None, None
-    elements = candidate.rows * compat.hint(candidate.head.vocab)
-    dtype = candidate.head.dtype
-    if candidate.kept is None:
-        sources = [reader.source for _, reader in candidate.readers]
-        dtypes = {source.dtype for source in sources}
-        differentiated = variants != {KEPT} and any(source.requires_grad for source in sources)
-    else:
-        outs = [out for node in candidate.flow for out in tensors(example_of(node))]
-        whole = [out for out in outs if out.is_floating_point() and _elements(out) == elements]
-        dtypes, differentiated = {out.dtype for out in whole}, example_of(candidate.node).requires_grad
-    converted = sum(other.itemsize for other in dtypes - {dtype})
-    return elements * dtype.itemsize, elements * converted, elements * dtype.itemsize * differentiated
-
-
-def _is_known(out: Tensor | ClassTensor) -> bool:
-    return all(map(compat.is_known, out.shape))
-
-
-def _elements(out: Tensor | ClassTensor) -> int:
-    return math.prod(map(compat.hint, out.shape))
 
 
 # --- a graph --------------------------------------------------------------------------------------------------

@@ -52,8 +52,7 @@ class Identity:
 
 def _entries_key(described: ClassTensor) -> Any:
     """Equal for tensors with the same entries, one by one."""
-    kind = type(described), described.dtype, described.factor, described.class_dim
-    return *kind, described.head, described.row_key(whole=True), described.logits_key()
+    return type(described), described.dtype, described.factor, *described.whole_key()
 
 
 @dataclass(frozen=True)

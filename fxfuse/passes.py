@@ -29,20 +29,21 @@ BESIDE = "not of logits"
 
 def computes_again(readers: Sequence[Reader], memory: int, room: bool = True) -> bool:
     """Whether the backward of ``readers`` in one pass reads the operands again."""
-    return readers[0].source.requires_grad and not (room and may_make_gradients_in_forward(readers, memory))
+    return readers[0].source.requires_grad and not (room and _may_make_gradients_in_forward(readers, memory))
 
 
-def may_make_gradients_in_forward(readers: Sequence[Reader], memory: int) -> bool:
+def _may_make_gradients_in_forward(readers: Sequence[Reader], memory: int) -> bool:
     """Whether what they return is one number, so that one pass can make its gradients too."""
     return len(readers) == 1 and readers[0].coefficients is not None and memory == 0
 
 
-def outweighs_logits(source: ClassTensor) -> bool:
-    """Whether a gradient of the weight is larger than what eager keeps of a loss of these logits: log-probabilities.
+def keeps_much(readers: Sequence[Reader], memory: int) -> bool:
+    """Whether a gradient of the weight that they make in the forward is larger than what eager keeps of their loss.
 
-    A pass may keep it for the backward, but each weight may have one such gradient at a time only.
+    That is its log-probabilities. A gradient stays until the backward, so each weight may have one such only.
     """
-    if not all(map(compat.is_known, source.shape)):
+    source = readers[0].source
+    if not _may_make_gradients_in_forward(readers, memory) or not all(map(compat.is_known, source.shape)):
         return False
     vocab, elements = compat.hint(source.vocab), math.prod(map(compat.hint, source.shape))
     return vocab * source.hidden * stash_dtype(source.head.dtype).itemsize > elements * source.dtype.itemsize
@@ -76,7 +77,7 @@ def compute(
         return WITHOUT_LOGITS, [finished(emit, reader, stats, None) for reader in readers]
     level = _level(emit, source) if source.row_shifts else prepared  # a shift may require what the rows do not
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in level]
-    if may_make_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
+    if _may_make_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
         loss = _loss(emit, readers[0], level, needs, room)
         if loss is not None:
             return loss[0], [loss[1]]

@@ -13,15 +13,7 @@ from .algebra import Head, OfTwoHeads
 from .eager import EMIT
 from .lazy import State
 from .origin import Given, Identity, Origin
-from .passes import (
-    class_sum,
-    compute,
-    finished,
-    may_make_gradients_in_forward,
-    operands_of,
-    outweighs_logits,
-    statistics,
-)
+from .passes import class_sum, compute, finished, keeps_much, operands_of, statistics
 from .readers import Beside, Reader, Statistics
 from .rules import Call
 
@@ -85,9 +77,7 @@ def _has_room(origin: Origin, readers: tuple[Reader, ...]) -> bool:
 
     None after that may, though that gradient may be gone.
     """
-    source = readers[0].source
-    keeps = may_make_gradients_in_forward(readers, origin.memory) and source.head.weight.requires_grad
-    if not keeps or not outweighs_logits(source):
+    if not readers[0].source.head.weight.requires_grad or not keeps_much(readers, origin.memory):
         return True
     first = not origin.keeps_gradient
     origin.keeps_gradient = True
