@@ -30,7 +30,7 @@ from programs import BATCH, HIDDEN, TIME, VOCAB, DeferredWorld, World, ce
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
@@ -1344,23 +1344,33 @@ def test_a_copy_that_a_step_is_about_to_make_of_what_was_just_read(monkeypatch: 
     torch.testing.assert_close(z.cos(), World.make().z.detach().cos())
 
 
-def test_a_write_while_another_thread_derives_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits until that is known for what it is."""
+def test_writes_while_another_thread_derives_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes after it was asked whether there was one, the other before it is known what was derived."""
     with torch.no_grad():
         logs = [DeferredWorld.make(seed=seed).z.log_softmax(-1) for seed in range(2)]
         expected = [World.make(seed=seed).z.log_softmax(-1) for seed in range(2)]
-    begun, original = threading.Event(), deferred_module.describe
+    writer, asked, made = threading.current_thread(), threading.Event(), threading.Event()
 
-    def slow(*args: Any) -> None:
-        begun.set()
-        time.sleep(0.3)
-        original(*args)
+    def slowed(function: Any, event: threading.Event) -> Any:
+        def slow(*args: Any) -> Any:
+            if threading.current_thread() is not writer:
+                event.set()
+                time.sleep(0.3)
+            return function(*args)
 
-    monkeypatch.setattr(deferred_module, "describe", slow)
+        return slow
+
+    def thunk_of(function: Any, tree: Any) -> Any:  # which ``_defer`` makes of an operator and its arguments
+        is_thunk = isinstance(tree, tuple) and len(tree) == 3 and callable(tree[0])
+        return (slow_map if is_thunk else tree_map)(function, tree)
+
+    slow_map = slowed(tree_map, asked)
+    monkeypatch.setattr(lazy_tensor, "tree_map", thunk_of)
+    monkeypatch.setattr(deferred_module, "describe", slowed(deferred_module.describe, made))
     with ThreadPoolExecutor(1) as pool:
         difference = pool.submit(lambda: logs[0] - logs[1])
-        assert begun.wait(30)
-        for log in logs:
+        for log, event in zip(logs, (asked, made), strict=True):
+            assert event.wait(30)
             log.data_ptr()
         torch.testing.assert_close(difference.result() * 1.0, expected[0] - expected[1])
 
