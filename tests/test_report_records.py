@@ -324,7 +324,7 @@ def test_a_failure_of_the_report_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert (site.status, site.uses) == ("fused", ())
 
 
-@pytest.mark.parametrize("words", ["why", "line_at", "module_path", "_bytes", "projection_name"])
+@pytest.mark.parametrize("words", ["why", "line_at", "module_path", "eager_bytes", "projection_name"])
 @pytest.mark.parametrize("status", ["fused", "deferred", "kept"])
 def test_words_that_fail_leave_a_plain_record(words: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
