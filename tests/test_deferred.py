@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections import OrderedDict
@@ -1404,7 +1405,9 @@ def test_a_finaliser_may_read_logits_while_a_step_looks_for_some() -> None:
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
     worker.join(60)
-    assert not worker.is_alive() and len(read) == 150
+    where = sys._current_frames().get(worker.ident or 0)
+    assert not worker.is_alive(), "".join(traceback.format_stack(where))
+    assert len(read) == 150
 
 
 # --- stale operands -------------------------------------------------------------------------------------------

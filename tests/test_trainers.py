@@ -338,19 +338,19 @@ from helpers import dense_reads
 from test_trainers import OPTIONS, batch, make
 import torch.nn.functional as F
 
-def step(rank, how):
+def step(rank, how, device):
     torch._dynamo.reset()
     options = {{"find_unused_parameters": True}} if how == "unused" else {{}}
     if how == "buckets":  # Dynamo splits the graph at every bucket
         options["bucket_cap_mb"] = 0.05
         dist._DEFAULT_FIRST_BUCKET_BYTES = 1000
-    models = [make("llama"), make("llama")]
+    models = [make("llama").to(device), make("llama").to(device)]
     eager = DDP(models[1], **options)
     if how == "inside":
         ours = DDP(torch.compile(models[0], backend="fxfuse", options=OPTIONS), **options)
     else:
         ours = torch.compile(DDP(models[0], **options), backend="fxfuse", options=OPTIONS)
-    inputs = {{k: v.roll(rank, -1) for k, v in batch().items()}}
+    inputs = {{k: v.roll(rank, -1).to(device) for k, v in batch().items()}}
     with dense_reads() as reads:
         for m in (ours, eager):
             out = m(**inputs)
@@ -360,8 +360,8 @@ def step(rank, how):
         torch.testing.assert_close(mine.grad, theirs.grad)
     assert not reads or how == "unused", reads
     # Collectives read and write them.
-    expected = [eager(**{{k: v.roll(r, -1) for k, v in batch().items()}}).logits.detach() for r in range(2)]
-    gathered = [torch.empty(out.logits.shape) for _ in range(2)]
+    expected = [eager(**{{k: v.roll(r, -1).to(device) for k, v in batch().items()}}).logits.detach() for r in range(2)]
+    gathered = [torch.empty(out.logits.shape, device=device) for _ in range(2)]
     dist.all_gather(gathered, ours(**inputs).logits.detach())
     torch.testing.assert_close(gathered, expected)
     total = ours(**inputs).logits.detach()
@@ -369,9 +369,12 @@ def step(rank, how):
     torch.testing.assert_close(total * 1.0, expected[0] + expected[1])
 
 def main(rank):
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore({store!r}, 2))
+    device = torch.device(*(("cpu",) if {backend!r} == "gloo" else ("cuda", rank)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group({backend!r}, rank=rank, world_size=2, store=dist.FileStore({store!r}, 2))
     for how in ("inside", "outside", "unused", "buckets"):
-        step(rank, how)
+        step(rank, how, device)
         print("done", rank, how, flush=True)
     dist.barrier()
     os._exit(0)  # gloo may hang when its threads and the interpreter end together, with eager models too
@@ -381,19 +384,25 @@ if __name__ == "__main__":
 """
 
 
-def run_in_two_processes(program: str, directory: Path, ways: int) -> None:
-    """Run a program that prints "done" in each process for each of its ways."""
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+each_backend = pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
+
+
+def run_in_two_processes(program: str, directory: Path, ways: int, backend: str) -> None:
+    """Run a program that prints "done" in each process for each of its ways: on CPUs, or each on a GPU of its own."""
     script = directory / "two.py"
-    script.write_text(program.format(tests=str(Path(__file__).parent), store=str(directory / "store")))
-    on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # two processes cannot share one GPU
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=on_cpu)
+    tests, store = str(Path(__file__).parent), str(directory / "store")
+    script.write_text(program.format(tests=tests, store=store, backend=backend))
+    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {})}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 2 * ways
 
 
 @pytest.mark.slow
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    run_in_two_processes(_TWO_PROCESSES, tmp_path, ways=4)
+@each_backend
+def test_distributed_data_parallel(tmp_path: Path, backend: str) -> None:
+    run_in_two_processes(_TWO_PROCESSES, tmp_path, 4, backend)
 
 
 _SHARDED = """
@@ -404,10 +413,10 @@ from helpers import dense_reads
 from test_trainers import OPTIONS, batch, make
 import torch.nn.functional as F
 
-def sharded(how):
-    model = make("llama")
+def sharded(how, device):
+    model = make("llama").to(device)
     if how == "fsdp1":
-        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=device)
     half, back = {{}}, {{}}
     if how == "bfloat16":
         half = {{"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}
@@ -416,11 +425,11 @@ def sharded(how):
         fully_shard(layer, **half)
     return fully_shard(model, reshard_after_forward=how == "gathered twice", **back)
 
-def train(rank, how):
+def train(rank, how, device):
     torch._dynamo.reset()
-    inputs = {{k: v.roll(rank, -1) for k, v in batch().items()}}
+    inputs = {{k: v.roll(rank, -1).to(device) for k, v in batch().items()}}
     labels = inputs.pop("labels") if how == "loss outside" else None
-    models = [sharded(how), sharded(how)]
+    models = [sharded(how, device), sharded(how, device)]
     models[0].compile(backend="fxfuse", options=OPTIONS)
     for _ in range(2):
         outs = []
@@ -448,9 +457,12 @@ def train(rank, how):
         raise AssertionError("the weight that was gathered for the step is gone")
 
 def main(rank):
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore({store!r}, 2))
+    device = torch.device(*(("cpu",) if {backend!r} == "gloo" else ("cuda", rank)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group({backend!r}, rank=rank, world_size=2, store=dist.FileStore({store!r}, 2))
     for how in ("fsdp2", "loss outside", "gathered twice", "bfloat16", "fsdp1"):
-        train(rank, how)
+        train(rank, how, device)
         print("done", rank, how, flush=True)
     dist.barrier()
     os._exit(0)  # as above
@@ -461,6 +473,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_fully_sharded_data_parallel(tmp_path: Path) -> None:
+@each_backend
+def test_fully_sharded_data_parallel(tmp_path: Path, backend: str) -> None:
     """Its hooks on what a module returns want no gradient: they gather weights when the backward begins."""
-    run_in_two_processes(_SHARDED, tmp_path, ways=5)
+    run_in_two_processes(_SHARDED, tmp_path, 5, backend)
