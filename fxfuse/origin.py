@@ -207,20 +207,21 @@ class Origin:
         return []
 
     @functools.cached_property
-    def projected(self) -> weakref.WeakSet[State]:
-        """What can be computed of the operands only, as what it is made of may have been written to."""
-        return weakref.WeakSet()
+    def projected(self) -> weakref.WeakValueDictionary[int, State]:
+        """What can be computed of the operands only, as what it is made of may have been written to; by identity."""
+        return weakref.WeakValueDictionary()
 
     def keep_operands_for(self, state: State) -> None:
         """Something will be computed of them, though the output may have values."""
         with _waiting:
-            self.projected.add(state)
+            self.projected[id(state)] = state
         self.operands.are_wanted(self)
 
     def needs_operands(self) -> bool:
         """Whether something that has no values yet will be computed of them."""
         with _waiting:
-            return not self.is_read or any(state.values is None for state in self.projected)
+            waiting = (ref() for ref in self.projected.valuerefs())  # as a finaliser may add to them meanwhile
+            return not self.is_read or any(state is not None and state.values is None for state in waiting)
 
     def let_operands_go(self) -> None:
         """Let them change from now on, if nothing needs them any more."""

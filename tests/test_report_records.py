@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -671,14 +675,27 @@ def test_a_chain_of_a_read_is_written_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_is_asked_under_the_lock_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     own, heard = Journal(), []
-    monkeypatch.setattr("fxfuse.report.chain.chain_of", lambda *_, **__: f"locked: {own._lock.locked()}")
+
+    def locked() -> bool:
+        """Whether another thread would have to wait."""
+
+        def taken() -> bool:
+            free = own._lock.acquire(blocking=False)
+            if free:
+                own._lock.release()
+            return not free
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(taken).result()
+
+    monkeypatch.setattr("fxfuse.report.chain.chain_of", lambda *_, **__: f"locked: {locked()}")
 
     class Listener:
         def graph(self, record: GraphRecord) -> None:
-            heard.append((record.id, own._lock.locked()))
+            heard.append((record.id, locked()))
 
         def read(self, kind: str, head: str, where: str, size: int, again: bool) -> None:
-            heard.append((kind, again, own._lock.locked()))
+            heard.append((kind, again, locked()))
 
     own.listeners.append(Listener())
     (site,) = own.add([Site("deferred", "linear", "a.py:1", "", 1, 1, 1, "float32")]).sites
@@ -771,3 +788,53 @@ def test_steps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], text: s
     z = torch.ones(1)
     given = tuple(z if arg == "z" and isinstance(arg, str) else arg for arg in args)
     assert step(name, name, given, kwargs, lambda _: None, lambda arg: arg is z) == text
+
+
+# --- who writes while something is written down ---------------------------------------------------------------
+
+
+def test_a_finaliser_may_read_logits_while_something_is_noted() -> None:
+    """The garbage collector may run anywhere, on Python 3.12 between any two steps of what holds a lock."""
+    own, site = Journal(), Site("deferred", "linear", "train.py:1", "", 1, 1, 1, "float32")
+    own.add([site])
+
+    class Finaliser(int):
+        def __radd__(self, other: int) -> int:  # what ``note`` does inside of its lock
+            own.note("read", site, None, "train.py:1", "train.py:3", 1)
+            return other + int(self)
+
+    worker = threading.Thread(
+        target=lambda: own.note("read", site, None, "train.py:1", "train.py:2", Finaliser(5)), daemon=True
+    )
+    worker.start()
+    worker.join(10)
+    assert not worker.is_alive()
+    assert sorted((read.where, read.count, read.bytes) for read in own.report().reads) == [
+        ("train.py:2", 1, 5),
+        ("train.py:3", 1, 1),
+    ]
+
+
+def test_a_finaliser_may_read_logits_while_a_report_is_made() -> None:
+    own, site = Journal(), Site("deferred", "linear", "train.py:1", "", 1, 1, 1, "float32")
+    own.add([site])
+    places = itertools.count()
+
+    class Finalised:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            own.note("read", site, None, "train.py:1", f"train.py:{next(places)}", 1)
+
+    before = gc.get_threshold()
+    try:
+        for _ in range(50):
+            Finalised()
+            gc.set_threshold(1, 1, 1)
+            own.report()
+            gc.set_threshold(*before)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert len(own.report().reads) == 50

@@ -33,7 +33,7 @@ MOST_TAPES = 128
 ATTEMPTS = 3
 
 _tapes: dict[Hashable, Tape | int] = {}  # or calls so far
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finaliser that calls an op may run anywhere
 
 
 def replayed(op: Callable[..., R]) -> Callable[..., R]:
@@ -72,7 +72,8 @@ def replayed(op: Callable[..., R]) -> Callable[..., R]:
 def _keep(key: Hashable, value: Tape | int) -> None:
     with _lock:
         if key not in _tapes and len(_tapes) >= MOST_TAPES:
-            del _tapes[next(iter(_tapes))]  # the oldest
+            oldest, *_ = _tapes
+            _tapes.pop(oldest, None)
         _tapes[key] = value
 
 

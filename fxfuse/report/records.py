@@ -358,14 +358,15 @@ class Journal:
     """Graphs in the order in which they were compiled, in this process, and what became of deferred logits.
 
     ``watchers`` are made anew for every graph, and there are none but where a report asks for more than the sites;
-    ``watched`` has theirs, by the number of the graph. ``listeners`` are called outside of the lock.
+    ``watched`` has theirs, by the number of the graph. ``listeners`` are called outside of the lock. A finaliser that
+    reads logits may run anywhere, inside of the lock as well: so what is walked is a copy.
     """
 
     def __init__(self) -> None:
         self.watchers: list[Callable[[], Watcher]] = []
         self.watched: dict[int, Watched] = {}
         self.listeners: list[Listener] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._graphs: list[GraphRecord] = []
         # By the identity of the site, as two graphs may have equal ones.
         self._reads: dict[tuple[Kind, int, int | None, str, str], _Noted] = {}
@@ -439,13 +440,13 @@ class Journal:
             places = {id(site): (graph.id, i) for graph in graphs for i, site in enumerate(graph.sites)}
             reads = [
                 Read(kind, n.where, n.head, n.count, n.bytes, n.source, *places[id(n.site)], n.weight)
-                for (kind, *_), n in self._reads.items()
+                for (kind, *_), n in self._reads.copy().items()
                 if id(n.site) in places
             ]
             fused = [
                 FusedRead(n.chain, n.where, n.source, n.head, n.count, *places[id(n.site)], n.weight)
-                for ways in self._fused_reads.values()
-                for n in ways.values()
+                for ways in self._fused_reads.copy().values()
+                for n in ways.copy().values()
                 if id(n.site) in places
             ]
             return Report(tuple(map(self._called, graphs)), tuple(reads), tuple(fused))

@@ -16,7 +16,7 @@ from .source import given
 # number, which only tells lines of a report apart.
 _numbers: dict[int, int] = {}
 _next = itertools.count()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finaliser that reads logits may run anywhere
 
 
 def number_of(weight: Any) -> int | None:
