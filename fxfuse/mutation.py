@@ -48,8 +48,10 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def storages(node: Node) -> set[int]:
     """The storages that a node's value lives in."""
-    found = (storage(t) for t in tensors(node.meta.get("example_value")))
-    return {key for key in found if key is not None}
+    found = {storage(t) for t in tensors(node.meta.get("example_value"))}
+    if "dropout" in getattr(called(node), "__name__", ""):  # returns its input where it drops none; examples do not
+        found.update(*map(storages, node.all_input_nodes))
+    return found - {None}  # type: ignore[return-value]
 
 
 def _is_inplace_name(name: str) -> bool:

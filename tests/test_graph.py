@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -396,6 +397,34 @@ def test_an_aliased_input_is_recognised() -> None:
     with new_sites() as sites:
         actual = run(compiled(program))
     torch.testing.assert_close(actual, run(program))
+    assert [site.reason.code for site in sites if site.reason] == ["operand_mutated"]
+
+
+DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "not training": lambda x: F.dropout(x, 0.5, training=False),
+    "none": lambda x: F.dropout(x, 0.0, training=True),
+    "torch's": lambda x: torch.dropout(x, 0.5, False),
+    "module": torch.nn.Dropout().eval(),
+    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=False),
+    "channels": lambda x: F.dropout1d(x, 0.5, training=False),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_that_drops_nothing_returns_its_input(name: str) -> None:
+    """Which example values do not show: a write to that input changes the hidden states."""
+
+    def program(s: World) -> Any:
+        x = s.x.detach() * 1
+        first = F.linear(DROPOUTS[name](x), s.w.detach())
+        x += 1
+        return ce(first, s.y), ce(F.linear(x, s.w.detach()), s.y)
+
+    world = World.make()
+    torch._dynamo.reset()
+    with new_sites() as sites:
+        actual = compiled(program)(world)
+    torch.testing.assert_close(actual, program(world))
     assert [site.reason.code for site in sites if site.reason] == ["operand_mutated"]
 
 
