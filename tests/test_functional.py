@@ -147,6 +147,22 @@ def test_class_weights_of_zero(device: str, reduction: str) -> None:
             check(linear_cross_entropy, [p.input, p.weight, p.bias], target, **options)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_of_classes_that_are_never_wanted(device: str, reduction: str, smoothing: float) -> None:
+    """One over how often a class was seen is infinite for padding; an ignored row is still worth nothing."""
+    p = problem(6, 4, 5, device=device)
+    target = (p.target % 4 + 1).masked_fill(torch.arange(6, device=device) % 2 == 0, -100)
+    for worst in (inf, nan):
+        p.class_weight[0] = worst
+        options = {"reduction": reduction, "weight": p.class_weight, "label_smoothing": smoothing}
+        if smoothing == 0:
+            check(linear_cross_entropy, [p.input, p.weight, p.bias], target, **options)
+        elif reduction == "none":  # of the other rows the loss is the sum of all weights, times something
+            loss = linear_cross_entropy(p.input, p.weight, target, linear_bias=p.bias, **options)
+            assert not loss[::2].any() and not loss[1::2].isfinite().any()
+
+
 @pytest.mark.parametrize("smoothing", [0.5, 1.0, 1])
 def test_much_label_smoothing(device: str, smoothing: float) -> None:
     p = problem(6, 4, 5, device=device)

@@ -186,7 +186,7 @@ class _ClassIndexLoss:
         if self.weight is not None:
             weight = emit(torch.Tensor.to, self.weight, self.acc)
             own = emit(torch.index_select, weight, 0, emit(torch.clamp, row, 0))
-            share = emit(torch.mul, mask, own)
+            share = self._of_wanted(emit, mask, own)  # that of an ignored row is another class's, perhaps infinite
             total = emit(torch.sum, weight) if self.label_smoothing > 0 else total
         offset = None
         if self.reduction == "mean":
@@ -197,17 +197,18 @@ class _ClassIndexLoss:
                 divisor = emit(torch.add, count, emit(torch.sum, emit(torch.rsub, mask, 1.0)))
             offset = emit(torch.div, emit(torch.zeros_like, count), divisor)
             # Ignored rows stay exactly zero, also where the count is zero.
-            mask, share = (self._shared(emit, mask, c, count) for c in (mask, share))
+            mask, share = (self._of_wanted(emit, mask, emit(torch.div, c, count)) for c in (mask, share))
         epsilon = self.label_smoothing
         log_prob = emit(torch.unsqueeze, emit(torch.mul, share, (epsilon - 1.0) * self.factor), 1)
         if epsilon == 0:
             return Coefficients(None, log_prob, None, offset)
         smooth = emit(torch.mul, mask, epsilon / self.vocab)
-        return Coefficients(emit(torch.mul, smooth, total), log_prob, emit(torch.neg, smooth), offset)
+        lse = self._of_wanted(emit, mask, emit(torch.mul, smooth, total))
+        return Coefficients(lse, log_prob, emit(torch.neg, smooth), offset)
 
     @staticmethod
-    def _shared(emit: Emit, mask: Handle, c: Handle, count: Handle) -> Handle:
-        return emit(torch.where, emit(torch.eq, mask, 0), 0.0, emit(torch.div, c, count))
+    def _of_wanted(emit: Emit, mask: Handle, c: Handle) -> Handle:
+        return emit(torch.where, emit(torch.eq, mask, 0), 0.0, c)
 
 
 def _spelled(name: str, ignore_index: int, reduction: str, label_smoothing: float, weight: Any) -> str:
