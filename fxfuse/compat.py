@@ -104,6 +104,20 @@ def saving_is_watched() -> bool:
     return hooks_on_saved() is not None
 
 
+@contextlib.contextmanager
+def saved_unseen() -> Iterator[list[None]]:
+    """Keep what autograd saves from hooks that watch it; of the list there is one entry for each that was saved."""
+    saved: list[None] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(None)
+        return tensor
+
+    unseen = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if saving_is_watched() else None
+    with unseen or contextlib.nullcontext():
+        yield saved
+
+
 def in_checkpoint() -> bool:
     """Whether a function runs that the backward of a non-reentrant checkpoint will run again, or does."""
     hooks = hooks_on_saved()

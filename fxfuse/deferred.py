@@ -272,8 +272,12 @@ def _apply_locked(
     calls = (*deferred[0]._deferred.calls, Applied.of(func, said, rule_args, kwargs, deferred[0]))
     try:
         if entry.derives or stacked:
-            with deferring(shapes=False), hooks_as_called_outside():
+            # Gradients of fused losses go past what is derived, so that what was packed for it would not be unpacked.
+            repeated = compat.in_checkpoint()
+            with deferring(shapes=False), compat.saved_unseen() as saved:
                 out = func(*args, **kwargs)
+            if repeated and saved:  # it must be the same that is saved again, whatever has values by then
+                return NotImplemented
         else:
             out = _shape_of(func, args, kwargs)
         call = Call(
@@ -311,8 +315,7 @@ def _apply_locked(
         if any(t._deferred.is_read_in_part() for t in deferred) and any(r.entries for r in readers):
             call.keep("unknown_reader")  # of the same rounding as what was read before
         if compat.in_checkpoint():
-            # The loss is computed again in the backward, from what must be the same then, whatever is built meanwhile.
-            call.keep("unknown_reader", "a checkpointed function")
+            call.keep("unknown_reader", "a checkpointed function")  # as above
         with working(origin for t in deferred for origin in t._deferred.origins) as here:
             heads = heads_for([t._deferred for t in deferred], call, readers)
             results = [used_on(here, result) for result in read(call, readers, heads)]

@@ -1056,6 +1056,41 @@ def test_hooks_for_saved_tensors_leave_a_loss_fused(loss: Any) -> None:
     assert not reads
 
 
+class Packed:
+    """Hooks that hold what was packed until it is unpacked, as those that offload activations do."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Tensor] = {}
+        self._numbers = itertools.count()
+
+    def pack(self, tensor: Tensor) -> int:
+        number = next(self._numbers)
+        self.held[number] = tensor
+        return number
+
+    def unpack(self, number: int) -> Tensor:
+        return self.held.pop(number)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, s: ce(z, s.y),
+        lambda z, s: (z / 2).log_softmax(-1).gather(-1, s.y[..., None]).sum(),
+        lambda z, s: (z.gather(-1, s.y[..., None])[..., 0] - z.logsumexp(-1)).sum(),
+        lambda z, s: -(z.softmax(-1) * z.log_softmax(-1)).sum(),
+        lambda z, s: z.square().sum(),
+    ],
+)
+def test_what_hooks_for_saved_tensors_pack_they_unpack(loss: Any) -> None:
+    s, hooks = DeferredWorld.make(), Packed()
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        value = loss(s.z, s)
+    assert hooks.held
+    value.backward()
+    assert not hooks.held
+
+
 def test_a_hook_that_writes_to_what_is_saved_is_refused() -> None:
     for z in (World.make().z, DeferredWorld.make().z):
         with (
@@ -1074,6 +1109,48 @@ def test_a_checkpoint_around_a_fused_reader(early_stop: bool, device: str) -> No
         return fused, mixed
 
     assert_as_eager(program, device)
+
+
+CHECKPOINTED: dict[str, Callable[[Tensor, World], Tensor]] = {
+    "log-probabilities": lambda z, s: z.log_softmax(-1).gather(-1, s.y[..., None]).sum(),
+    "divergence": lambda z, s: F.kl_div(z.log_softmax(-1), z.detach().sin().softmax(-1), reduction="sum"),
+    "mask": lambda z, s: ce(z.masked_fill(s.b > 1, -1.0), s.y),
+    "product": lambda z, s: (z * s.b.exp()).logsumexp(-1).sum(),
+    "picked": lambda z, s: z.view(-1, VOCAB)[torch.arange(s.y.numel()), s.y.view(-1)].sum(),
+}
+MEANWHILE: dict[str, Callable[[Tensor], Any]] = {
+    "nothing": lambda z: None,
+    "address": lambda z: z.data_ptr(),
+    "values": lambda z: z.detach().numpy(),
+    "node": lambda z: z.grad_fn,
+    "hook": lambda z: z.register_hook(lambda g: None),
+}
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_checkpoint_saves_the_same_again(name: str, meanwhile: str) -> None:
+    """Whatever has values when its function runs once more."""
+
+    def loss(z: Tensor, s: World) -> Tensor:
+        value: Tensor = checkpoint(CHECKPOINTED[name], z, s, use_reentrant=False)
+        MEANWHILE[meanwhile](z)
+        return value
+
+    assert_as_eager(loss)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpoints_in_other_hooks(name: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        def nested(z: Tensor) -> Any:
+            return checkpoint(CHECKPOINTED[name], z, s, use_reentrant=False)
+
+        with torch.autograd.graph.save_on_cpu():
+            stored = nested(z)
+        return stored, checkpoint(nested, z, use_reentrant=False)
+
+    assert_as_eager(program)
 
 
 # --- tracers ------------------------------------------------------------------------------------------------
