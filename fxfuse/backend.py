@@ -19,7 +19,7 @@ from .escape import first_reads, on_plain_tensors, restored
 from .graph import rewrite
 from .lowering import lower
 from .options import PREFIX, Options
-from .recompute import reads_copies
+from .recompute import keep_what_is_read
 from .report import announce
 from .report.captured import captured
 from .report.records import Watched, journal
@@ -72,13 +72,15 @@ def fxfuse(
     except (ValueError, errors.FxfuseError) as error:
         raise compat.as_raised(error) from None
     kept = all(site.status == "kept" for site in sites)
-    recomputed = not kept and own.recompute and reads_copies(gm)
     if unmasked or not kept:
         compat.make_code(gm)  # once, after all that changes the graph
     if kept:
         run = inner(gm, example_inputs)
     else:
-        compat.change_in_inductor(inner, lower, compat.is_nested(gm), fingerprint())
+        nested = compat.is_nested(gm)  # such graphs are parted on their own
+        compat.change_in_inductor(inner, lower, nested, fingerprint())
+        wanted = own.recompute and not nested
+        recomputed = wanted and compat.change_joint_in_inductor(inner, keep_what_is_read, fingerprint())
         with compat.cache_key(fingerprint()), compat.recomputed(recomputed):
             run = inner(gm, example_inputs)
     if escapes:

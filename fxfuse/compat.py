@@ -336,6 +336,81 @@ def recomputed(wanted: bool) -> Iterator[None]:
         yield
 
 
+def change_joint_in_inductor(inner: Callable[..., Any], change: Callable[[Graph], None], tag: str) -> bool:
+    """Let ``inner``, if it is Inductor, ``change`` each joint graph of forward and backward before it is parted.
+
+    Returns:
+        whether it will; not where the program has set a pass for that moment.
+    """
+    if not isinstance(inner, torch._TorchCompileInductorWrapper):
+        return False
+    from torch._inductor import config
+
+    if config.joint_custom_pre_pass is not None or "joint_custom_pre_pass" in inner.config:
+        return False
+
+    def changed(graph: Graph) -> None:
+        if is_joint(graph):  # and not one without gradients
+            change(graph)
+
+    inner.config["joint_custom_pre_pass"] = _graph_pass(changed, tag)
+    return True
+
+
+def _graph_pass(change: Callable[[Graph], None], tag: str) -> Any:
+    """``change`` for Inductor, which has ``tag`` in the key of its cache."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Change(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> str:
+            return tag
+
+    return Change()
+
+
+def is_joint(graph: Graph) -> bool:
+    """Whether a graph of AOTAutograd has a backward, whose inputs are tangents."""
+    return any(map(is_tangent, graph.find_nodes(op="placeholder")))
+
+
+def is_tangent(node: Node) -> bool:
+    from torch._functorch._aot_autograd.utils import _is_tangent
+
+    return bool(_is_tangent(node))
+
+
+def is_in_backward(node: Node) -> bool:
+    """Whether a node of a joint graph computes with values, not only with sizes, and is from a formula of autograd."""
+    name = getattr(node.target, "_opname", "")
+    if name.endswith("_like") or name.startswith("new_"):
+        return False
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def is_view(node: Node) -> bool:
+    return bool(getattr(node.target, "is_view", False))
+
+
+def may_be_made_again(node: Node) -> bool:
+    """Whether the partitioner may compute a node of a joint graph in the backward once more."""
+    return bool(_kinds_of_ops().is_recomputable(node))
+
+
+@functools.cache
+def _kinds_of_ops() -> Any:
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
+
+
+def must_be_saved(node: Node) -> None:
+    """Let the partitioner not compute a node of a joint graph once more."""
+    node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+
 def is_nested(gm: GraphModule) -> bool:
     """Whether there are graphs in a graph, which PyTorch compiles on their own."""
     return any(isinstance(module, GraphModule) for module in gm.children())
@@ -363,17 +438,12 @@ def change_in_inductor(
     if not isinstance(inner, torch._TorchCompileInductorWrapper):
         return
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Change(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            change(graph, set() if nested else _writable(graph))
-
-        def uuid(self) -> str:
-            return tag
+    def changed(graph: Graph) -> None:
+        change(graph, set() if nested else _writable(graph))
 
     if config.post_grad_custom_post_pass is None:
-        inner.config.setdefault("post_grad_custom_post_pass", Change())
+        inner.config.setdefault("post_grad_custom_post_pass", _graph_pass(changed, tag))
 
 
 def _writable(graph: Graph) -> set[Node]:
@@ -381,12 +451,11 @@ def _writable(graph: Graph) -> set[Node]:
 
     None where CUDA graphs are wanted, as Inductor makes none of what writes to an input.
     """
-    from torch._functorch._aot_autograd.utils import _is_tangent
     from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs
 
     inputs = list(graph.find_nodes(op="placeholder"))
-    if config.triton.cudagraphs or not any(map(_is_tangent, inputs)):
+    if config.triton.cudagraphs or not is_joint(graph):
         return set()
     return {inputs[at] for at in get_donated_idxs() or ()}
 

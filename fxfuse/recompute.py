@@ -1,56 +1,54 @@
-"""Whether a backward may compute activations again: only from what is still what it was in the forward.
+"""Which activations a backward may compute again: those that are made of what eager's backward would need as well.
 
-PyTorch's partitioner, which chooses what is saved, takes all inputs of a graph for that. Eager, too, needs parameters
-as they were; but not a step counter or a running mean, which the forward or the caller may have written to by then.
+PyTorch's partitioner, which chooses what is saved, takes all inputs of a graph for what is still there in the backward.
+Eager keeps those that its formulas read, and raises where these were written to. Others (a bias, a running mean, the
+weight that autocast casts) may be written to once the forward has read them.
 """
 
 from __future__ import annotations
 
-import torch
-from torch.fx import GraphModule, Node
+import operator
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.fx import Graph, Node
 
 from . import compat, ops
-from .mutation import called, storages, writes
-
-# Elements of an input that is copied for the backward; a graph with larger ones is left to Inductor.
-MOST_COPIED = 1 << 22
+from .mutation import tensors
 
 
-def reads_copies(gm: GraphModule) -> bool:
-    """Let a Dynamo graph read its inputs, but for parameters, through copies, which are saved and not made again.
+def keep_what_is_read(graph: Graph) -> None:
+    """Save what the forward of AOTAutograd's joint ``graph`` makes of inputs that no formula of the backward reads.
 
-    Returns:
-        False, and nothing is changed, where there is no backward, where the graph writes to an input or returns a view
-        of one, where one is large or has a gradient, and where there are graphs in the graph, which are parted on their
-        own.
+    Where that is more than the input itself, a copy of the input is saved instead.
     """
-    if not torch.is_grad_enabled() or compat.is_nested(gm):
-        return False
-    inputs = {
-        n: value for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and (value := _value(n)) is not None
-    }
-    memory = set().union(*map(storages, inputs))
-    written = [argument for node in gm.graph.nodes for argument in writes(node).arguments]
-    returned = [node for node in gm.graph.output_node().all_input_nodes if node not in inputs]
-    if any(storages(node) & memory for node in (*written, *returned)):
-        return False
-    copied = {node: value for node, value in inputs.items() if not isinstance(value, torch.nn.Parameter)}
-    if any(value.requires_grad or compat.hint(value.numel()) > MOST_COPIED for value in copied.values()):
-        return False
-    arguments = gm.graph.find_nodes(op="placeholder")
-    for node in copied:
-        # Dynamo gives numbers as tensors whose values it knows; those of a copy it would not.
-        readers = [user for user in node.users if user.op != "output" and called(user) != "item"]
-        if readers:
-            with gm.graph.inserting_after(arguments[-1] if node.op == "placeholder" else node):
-                copy = gm.graph.call_function(ops.copied, (node,))
-            copy.meta = dict(node.meta)
-            for reader in readers:
-                reader.replace_input_with(node, copy)
-    gm.recompile()
-    return True
+    inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for given in inputs:
+        reads = list(_reads(given))
+        if compat.is_tangent(given) or any(compat.is_in_backward(reader) for reader, _ in reads):
+            continue
+        again = [(reader, read) for reader, read in reads if compat.may_be_made_again(reader)]
+        copy = None
+        if sum(_size(reader) for reader, read in again if read is given) > _size(given):
+            with graph.inserting_before(first):
+                copy = graph.call_function(ops.copied, (given,))
+            copy.meta["val"] = ops.copied(given.meta["val"])
+        for reader, read in again:
+            if copy is not None and read is given:
+                reader.replace_input_with(given, copy)
+            else:
+                compat.must_be_saved(reader)
 
 
-def _value(node: Node) -> torch.Tensor | None:
-    value = node.meta.get("example_value")
-    return value if isinstance(value, torch.Tensor) else None
+def _reads(node: Node) -> Iterator[tuple[Node, Node]]:
+    """What reads the values of a tensor, each with what it reads: the tensor or a view of it."""
+    for user in node.users:
+        if compat.is_view(user) or user.target is operator.getitem:  # of what is split
+            yield from _reads(user)
+        elif next(tensors(user.meta.get("val")), None) is not None:
+            yield user, node
+
+
+def _size(node: Node) -> int:
+    return sum(compat.hint(value.numel()) * value.itemsize for value in tensors(node.meta.get("val")))

@@ -250,6 +250,82 @@ def test_what_is_computed_again_is_of_inputs_as_they_were(writes: bool, between:
         torch.testing.assert_close(ours, eager)
 
 
+@pytest.mark.parametrize("behind", [False, True], ids=["a write", "a write behind autograd's back"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_parameters_that_eagers_backward_does_not_need(autocast: bool, trained: bool, behind: bool) -> None:
+    """What is only added may be written to once the forward has read it, and what autocast casts."""
+    runs = []
+    for compiled_ in (False, True):
+        torch.manual_seed(0)
+        up, down, head = torch.nn.Linear(8, 48), torch.nn.Linear(48, 8), torch.nn.Linear(8, VOCAB)
+        added = torch.nn.Parameter(torch.ones(48), requires_grad=trained)
+        viewed = torch.nn.Parameter(torch.ones(6, 8), requires_grad=trained)
+
+        def loss(x: torch.Tensor, y: torch.Tensor, parts: Any = (up, down, head, added, viewed)) -> torch.Tensor:
+            up, down, head, added, viewed = parts
+            h = F.gelu(up(x)) + added
+            return F.cross_entropy(head(down(h.sin() + viewed.view(48))), y)
+
+        step = torch.compile(loss, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0}) if compiled_ else loss
+        x, y = torch.randn(64, 8), torch.arange(64) % VOCAB
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = step(x, y)
+        for written in (added, viewed, up.weight, down.weight) if autocast else (added, viewed):
+            with torch.no_grad():
+                (written.data if behind else written).mul_(3)
+        value.backward()
+        runs.append([p.grad for p in (*up.parameters(), *down.parameters(), added)])
+    for ours, eager in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, eager, **({"rtol": 3e-2, "atol": 1e-3} if autocast else {}))
+
+
+def test_an_input_with_gaps_that_is_read_with_strides_of_its_own() -> None:
+    """As audio models cut a signal into frames."""
+    torch.manual_seed(0)
+    frames, head = torch.nn.Linear(16, 8), torch.nn.Linear(8, VOCAB)
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        x = x.as_strided((batch, length // 2, 2 * width), (x.stride(0), 2 * x.stride(1), x.stride(2)))
+        return F.cross_entropy(head(frames(x)).flatten(0, 1), y.flatten())
+
+    step = torch.compile(loss, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})
+    x, y = torch.randn(3, 10, 8)[:, :8], torch.arange(12).view(3, 4) % VOCAB
+    torch.testing.assert_close(step(x, y), loss(x, y))
+
+
+def test_an_input_of_a_subclass_beside_a_fused_head() -> None:
+    embed, head = torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, VOCAB)
+
+    def loss(nested: torch.Tensor) -> torch.Tensor:
+        ids = nested.values()
+        return F.cross_entropy(head(embed(ids)), ids)
+
+    ids = torch.nested.nested_tensor([torch.arange(n) for n in (3, 5)], layout=torch.jagged)
+    with new_sites() as sites:
+        value = torch.compile(loss, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})(ids)
+    torch.testing.assert_close(value, loss(ids))
+    assert [site.status for site in sites] == ["fused"]
+
+
+def test_a_pass_of_the_program_for_joint_graphs_is_kept() -> None:
+    """What its backward computes again is then left to Inductor."""
+    seen: list[int] = []
+    ours = torch.nn.Linear(8, VOCAB)
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(ours(x), y)
+
+    with torch._inductor.config.patch(
+        joint_custom_pre_pass=compat._graph_pass(lambda graph: seen.append(len(graph.nodes)), "seen")
+    ):
+        step = torch.compile(loss, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})
+        x, y = torch.randn(6, 8), torch.arange(6)
+        torch.testing.assert_close(step(x, y), loss(x, y))
+    assert seen
+
+
 def test_a_view_of_an_input_that_is_returned_stays_one(device: str) -> None:
     w = torch.nn.Parameter(torch.randn(VOCAB, 4, device=device))
     ids, x = torch.arange(6, device=device), torch.randn(6, 4, device=device)
@@ -306,8 +382,8 @@ def test_the_cache_key_is_salted_only_where_something_was_fused(monkeypatch: pyt
 def test_activations_that_products_of_the_backward_read_are_recomputed(fuses: bool) -> None:
     """A gated MLP keeps its two factors and not their product, but where nothing is fused, as Inductor alone would."""
 
-    def step(s: World, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        gated = F.silu(s.x @ gate) * (s.x @ up)
+    def step(s: World, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        gated = F.silu(s.x @ gate) * (s.x @ up) + offset  # of which a copy is smaller than this sum
         body = gated @ down
         return ce(F.linear(body, s.w), s.y) if fuses else body.square().mean()
 
@@ -318,7 +394,7 @@ def test_activations_that_products_of_the_backward_read_are_recomputed(fuses: bo
         s.x.requires_grad_(False)
         generator = torch.Generator().manual_seed(0)
         rows, hidden = s.x[..., 0].numel(), s.x.shape[-1]
-        shapes = (hidden, 48), (hidden, 48), (48, hidden)
+        shapes = (hidden, 48), (hidden, 48), (48, hidden), (48,)
         body = [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=s.x.dtype)) for shape in shapes]
         kept = 0
 
