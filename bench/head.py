@@ -338,8 +338,8 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="also time the host, with a busy device (CUDA only)")
     parser.add_argument("--options", action="store_true", help="also time fxfuse with a softcap, a scale, a bias, "
                         "class weights and label smoothing, each over the plain loss")  # fmt: skip
-    parser.add_argument("--only", action="append", metavar="NAME", choices=list(implementations()),
-                        help="measure this implementation only; may be repeated")  # fmt: skip
+    parser.add_argument("--only", nargs="+", action="extend", metavar="NAME", choices=list(implementations()),
+                        help="measure these implementations only")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args = parser.parse_args()
     try:

@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=PROGRAMS, action="append")
+    parser.add_argument("--only", choices=PROGRAMS, nargs="+", action="extend")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     shape = [int(size) for size in args.shape.split("x")]

@@ -258,9 +258,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="steps that are measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", nargs="*", choices=IMPLEMENTATIONS, default=installed())
+    parser.add_argument("--only", nargs="+", action="extend", choices=IMPLEMENTATIONS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as they come")
     args = parser.parse_args()
+    args.only = args.only or installed()
     if args.largest and args.device != "cuda":
         parser.error("--largest needs a GPU: memory of a CPU does not end at once")
     if min(args.batch) < 1 or args.length < 1 or args.steps < 1:

@@ -68,7 +68,7 @@ def test_it_measures_and_writes(tmp_path: Path) -> None:
     ]
     file = tmp_path / "step.json"
     small = ["--batch", "2", "--length", "16", "--steps", "1", "--dtype", "float32", "--json", str(file)]
-    done = run("--model", "gpt2", "--set", *sizes, *small, "--only", "eager", "fxfuse")
+    done = run("--model", "gpt2", "--set", *sizes, *small, "--only", "eager", "--only", "fxfuse")
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
     assert [row["implementation"] for row in rows] == ["eager", "fxfuse"]
