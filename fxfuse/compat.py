@@ -105,16 +105,10 @@ def saving_is_watched() -> bool:
 
 
 @contextlib.contextmanager
-def saved_unseen() -> Iterator[list[None]]:
-    """Keep what autograd saves from hooks that watch it; of the list there is one entry for each that was saved."""
+def counting_saved() -> Iterator[list[None]]:
+    """Count in a list what autograd would save of results that are thrown away if it saves anything."""
     saved: list[None] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(None)
-        return tensor
-
-    unseen = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if saving_is_watched() else None
-    with unseen or contextlib.nullcontext():
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: saved.append(None), lambda _: _):
         yield saved
 
 

@@ -112,8 +112,7 @@ def defer(
         if value.requires_grad:
             trained = Trained(head)
             operands.trained_by(trained)
-            with compat.saved_unseen():  # gradients of fused losses go past it, and it would not be unpacked
-                made = _Projection.apply(head.input, head.weight, head.bias, (value, strides, origin, trained))
+            made = _Projection.apply(head.input, head.weight, head.bias, (value, strides, origin, trained))
         else:
             made = _made(value, strides, origin, head.input.device)
     with torch._C.DisableTorchFunctionSubclass():

@@ -272,9 +272,8 @@ def _apply_locked(
     calls = (*deferred[0]._deferred.calls, Applied.of(func, said, rule_args, kwargs, deferred[0]))
     try:
         if entry.derives or stacked:
-            # Gradients of fused losses go past what is derived, so that what was packed for it would not be unpacked.
             repeated = compat.in_checkpoint()
-            with deferring(shapes=False), compat.saved_unseen() as saved:
+            with deferring(shapes=False), compat.counting_saved() if repeated else hooks_as_called_outside() as saved:
                 out = func(*args, **kwargs)
             if repeated and saved:  # it must be the same that is saved again, whatever has values by then
                 return NotImplemented
