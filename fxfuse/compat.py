@@ -388,6 +388,17 @@ def is_view(node: Node) -> bool:
     return bool(getattr(node.target, "is_view", False))
 
 
+def has_own_strides(node: Node) -> bool:
+    """Whether a view is of the memory that a tensor is in, not of the tensor."""
+    return getattr(node.target, "_opname", "") == "as_strided"
+
+
+def is_mutable(node: Node) -> bool:
+    """Whether an operator writes to an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or schema.is_mutable
+
+
 def may_be_made_again(node: Node) -> bool:
     """Whether the partitioner may compute a node of a joint graph in the backward once more."""
     return bool(_kinds_of_ops().is_recomputable(node))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from itertools import chain
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -25,29 +26,39 @@ def keep_what_is_read(graph: Graph) -> None:
     inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for given in inputs:
-        reads = list(_reads(given))
-        if compat.is_tangent(given) or any(compat.is_in_backward(reader) for reader, _ in reads):
+        readers = {user: list(_readers(user)) for user in given.users}
+        if compat.is_tangent(given) or any(map(compat.is_in_backward, chain(*readers.values()))):
             continue
-        again = [(reader, read) for reader, read in reads if compat.may_be_made_again(reader)]
-        copy = None
-        if sum(_size(reader) for reader, read in again if read is given) > _size(given):
+        again = {user: list(filter(compat.may_be_made_again, found)) for user, found in readers.items()}
+        copied = [user for user, found in again.items() if found and _may_read_a_copy(user)]
+        if sum(map(_size, {reader for user in copied for reader in again[user]})) > _size(given):
             with graph.inserting_before(first):
                 copy = graph.call_function(ops.copied, (given,))
             copy.meta["val"] = ops.copied(given.meta["val"])
-        for reader, read in again:
-            if copy is not None and read is given:
-                reader.replace_input_with(given, copy)
-            else:
-                compat.must_be_saved(reader)
+            for user in copied:
+                user.replace_input_with(given, copy)
+                del again[user]
+        for reader in chain(*again.values()):
+            compat.must_be_saved(reader)
 
 
-def _reads(node: Node) -> Iterator[tuple[Node, Node]]:
-    """What reads the values of a tensor, each with what it reads: the tensor or a view of it."""
-    for user in node.users:
-        if compat.is_view(user) or user.target is operator.getitem:  # of what is split
-            yield from _reads(user)
-        elif next(tensors(user.meta.get("val")), None) is not None:
-            yield user, node
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads the values of a tensor through ``node``: that itself, or what reads it if it is a view."""
+    if _is_view(node):
+        yield from chain.from_iterable(map(_readers, node.users))
+    elif next(tensors(node.meta.get("val")), None) is not None:
+        yield node
+
+
+def _is_view(node: Node) -> bool:
+    return compat.is_view(node) or node.target is operator.getitem  # of what is split
+
+
+def _may_read_a_copy(node: Node) -> bool:
+    """Whether it is the same of a copy: not where memory is returned, written to or given other strides."""
+    if _is_view(node):
+        return not compat.has_own_strides(node) and all(map(_may_read_a_copy, node.users))
+    return node.op == "call_function" and not compat.is_mutable(node)
 
 
 def _size(node: Node) -> int:
