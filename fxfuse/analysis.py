@@ -222,7 +222,7 @@ class Analysis:
 
     def _call(self, node: Node, out: Any) -> Call:
         entries = functools.partial(self._contents.of, place=node)
-        grad = any(one.requires_grad for one in tensors(out))
+        grad = any(one.requires_grad for one in tensors(out)) and not _is_only_detached(node)
         device = next((one.device.type for one in tensors(out)), "cpu")
         autocast = self.timeline.region[node].has_autocast(device)
         name, where = function_name(node), location(node)
@@ -429,6 +429,11 @@ def _is_unused_size(node: Node) -> bool:
     """
     unused = all(user.target is operator.getitem and not user.users for user in node.users)
     return node.op == "call_method" and node.target == "size" and unused
+
+
+def _is_only_detached(node: Node) -> bool:
+    """Whether all that use a node take it without its gradient, which nothing has then."""
+    return bool(node.users) and all(function_name(user) == "detach" for user in node.users)
 
 
 def _unexpanded(handle: Any) -> Any:

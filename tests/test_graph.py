@@ -68,6 +68,30 @@ def test_readers_of_one_head_share_one_pass() -> None:
     assert calls(gm).count("check_index.default") == 2  # the target once, the gathered index once
 
 
+@pytest.mark.parametrize("detached", [True, False])
+def test_logits_less_their_largest_that_is_detached(detached: bool) -> None:
+    """Its gradient is shared among equals, of which there are, but nothing has it."""
+    world = World.make()
+    with torch.no_grad():
+        world.w[1::2] = world.w[::2][: VOCAB // 2].clone()
+
+    def program(s: World) -> Any:
+        z = s.z
+        top = z.amax(-1, keepdim=True)
+        stop = top.detach() if detached else top
+        lse = (z - stop).exp().sum(-1).log() + stop[..., 0]
+        return (lse - z.gather(-1, s.y[..., None])[..., 0]).mean() + (0.0 if detached else top.sum())
+
+    def outcome(f: Any) -> Any:
+        loss = f(world)
+        return loss, *torch.autograd.grad(loss, world.leaves()[:2])
+
+    sites = captured_sites(program, world)
+    assert {site.status for site in sites} == {"fused" if detached else "kept"}
+    torch.testing.assert_close(outcome(compiled(program)), outcome(program))
+    assert calls(captured(program, world)).count("linear_stats.default") == int(detached)
+
+
 def test_readers_of_two_heads_share_one_pass() -> None:
     def program(s: World, mixed: bool) -> Any:
         one, other = s.zb.log_softmax(-1), F.linear(s.x, s.w.sin()).log_softmax(-1)

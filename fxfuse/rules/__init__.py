@@ -52,7 +52,7 @@ class Call:
             that is not known or something may have written to it.
         entries_of: from a handle to what the tensor certainly holds, or None.
         unexpanded: from a handle to what it was expanded from, where nothing else can see its gradient; else None.
-        grad: False where no gradient comes back, because it is called under no_grad.
+        grad: False where no gradient comes back: it is called under no_grad, or what it returns is detached.
         autocast: whether it is called under autocast for the device of the logits.
     """
 
