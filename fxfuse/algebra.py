@@ -181,11 +181,14 @@ class ClassTensor:
                 mark, _ = op.replay(emit, mark, None)
         return emit(torch.eq, emit(torch.squeeze, mark, 1), 0)
 
-    def handles(self) -> tuple[Handle, ...]:
-        """The arguments of the row and class operations: symbolic sizes and tensors among them, and numbers."""
+    def handles(self, shifted: bool = True) -> tuple[Handle, ...]:
+        """The arguments of the row and class operations: symbolic sizes and tensors among them, and numbers.
+
+        ``shifted`` as for ``logits_key``.
+        """
         of_rows = (handle for row_op in self.row_ops for handle in row_op.handles)
         of_classes = (handle for class_op in self.class_ops for handle in class_op.handles)
-        return (*of_rows, *of_classes, *(shift.handle for shift in self.row_shifts))
+        return (*of_rows, *of_classes, *(shift.handle for shift in self.row_shifts if shifted))
 
     def map(self: C, function: Callable[[Handle], Handle], since: Iterable[ClassTensor] = ()) -> C:
         """The same with ``function`` of every argument of its row and class operations in its place.
@@ -217,9 +220,12 @@ class ClassTensor:
         # What comes before an operation that moves rows decides which rows it moves.
         return tuple(op.key() for op in self.row_ops[: last + 1])
 
-    def logits_key(self) -> tuple[Any, ...]:
-        """Equal for tensors that are made of equal rows by equal logits."""
-        shifts = tuple(shift.key() for shift in self.row_shifts)
+    def logits_key(self, shifted: bool = True) -> tuple[Any, ...]:
+        """Equal for tensors that are made of equal rows by equal logits.
+
+        Not ``shifted``: but for what is added to all logits of a row, where that can be added to their statistics.
+        """
+        shifts = tuple(shift.key() for shift in self.row_shifts) if shifted else ()
         return tuple(op.key() for op in self.class_ops), self.scale, self.transform, shifts
 
     def whole_key(self) -> tuple[Any, ...]:
@@ -333,7 +339,7 @@ class OfTwoHeads(ClassTensor):
         teacher = self.teacher.map(function, (*since, *teachers))
         return replace(super().map(function, since), teacher=teacher)
 
-    def handles(self) -> tuple[Handle, ...]:
+    def handles(self, shifted: bool = True) -> tuple[Handle, ...]:
         assert self.teacher is not None
         return (*super().handles(), *self.teacher.handles())
 
@@ -345,7 +351,7 @@ class OfTwoHeads(ClassTensor):
         student, teacher = self.sides()
         return {**student.heads(), **teacher.heads()}
 
-    def logits_key(self) -> tuple[Any, ...]:
+    def logits_key(self, shifted: bool = True) -> tuple[Any, ...]:
         one, other = self.sides()
         of_teacher = other.head, other.row_key(whole=True), other.logits_key()
         return super().logits_key(), one.requires_grad, of_teacher, other.requires_grad
@@ -380,7 +386,7 @@ class Comparison(OfTwoHeads):
     share: float = 0.0
     terms: tuple[float, float, float] = (1.0, 0.0, 0.0)
 
-    def logits_key(self) -> tuple[Any, ...]:
+    def logits_key(self, shifted: bool = True) -> tuple[Any, ...]:
         return *super().logits_key(), self.share
 
 

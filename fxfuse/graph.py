@@ -6,10 +6,11 @@ replaced. A failure before that last step leaves the graph as it was.
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,177 +21,19 @@ from . import compat, errors
 from .analysis import Analysis, analyse
 from .apart import Apart
 from .candidate import Candidate, example_of
-from .costs import copied, eager_bytes, has_known_size, makes_gradient, too_dear, total
-from .escape import Escape, send_out, why_not
-from .mutation import Timeline, storages
+from .costs import eager_bytes, total
+from .escape import Escape, send_out
 from .options import Options
-from .passes import BESIDE, compute, computes_again, keeps_much, why
-from .readers import Reader, Whole
-from .reasons import Reason, because
+from .passes import BESIDE, compute, why
+from .planning import Pass, Planner
+from .readers import Reader
+from .reasons import because
 from .replay import Emit, Handle
 from .report.chain import Told, uses_of
 from .report.records import Ending, Projection, Site, Watcher
 from .report.source import function_name, line_at, location, module_path, projection_name
 from .report.telling import telling
 from .report.weights import captured_with
-
-
-@dataclass
-class Pass:
-    """Readers that share one computation of their rows' statistics, and the node before which it is placed.
-
-    ``room`` says whether it may keep a gradient of the weight between forward and backward.
-    """
-
-    readers: list[tuple[Node, Reader]]
-    place: Node
-    room: bool = True
-
-    @property
-    def of(self) -> list[Reader]:
-        return [reader for _, reader in self.readers]
-
-
-# --- planning -------------------------------------------------------------------------------------------------
-
-
-class _Planner:
-    def __init__(self, timeline: Timeline, options: Options, candidates: list[Candidate], in_checkpoint: bool) -> None:
-        self.timeline = timeline
-        self.options = options
-        self.in_checkpoint = in_checkpoint
-        self.readers = {node for candidate in candidates for node, _ in candidate.readers}
-        self.graded: set[int] = set()  # memory of weights of which a pass makes a gradient in the forward
-
-    def plan(self, candidate: Candidate) -> list[Pass] | None:
-        """How to compute the readers of a head; None, with the reason noted, where it must be kept."""
-        if candidate.kept is None:
-            candidate.kept = self._obstacle(candidate)
-        if candidate.kept is not None:
-            return None
-        alike: dict[Any, list[Pass]] = {}
-        for node, reader in candidate.readers:
-            passes = alike.setdefault(self._kind(node, reader), [])
-            for index, known in enumerate(passes):
-                joined = self._joined(known, node, reader)
-                if joined is not None and self._changed(candidate, joined) is None:
-                    passes[index] = joined
-                    break
-            else:
-                passes.append(Pass([(node, reader)], node))
-        position = self.timeline.position
-        planned = sorted(
-            (one for passes in alike.values() for one in passes), key=lambda one: position[one.readers[0][0]]
-        )
-        graded = set(self.graded)
-        for one in planned:
-            one.room = self._has_room(one, graded)
-            candidate.kept = candidate.kept or self._changed(candidate, one)
-        groups = [one.of for one in planned]
-        candidate.copied = copied(groups)
-        if self.options.min_logits_bytes > 0:  # else all that is sound is to be fused
-            candidate.kept = candidate.kept or too_dear(candidate, groups)
-        if candidate.kept is not None:
-            return None
-        self.graded = graded
-        return planned
-
-    def _has_room(self, one: Pass, graded: set[int]) -> bool:
-        """Whether ``one`` may make its gradient of the weight in the forward; then the weight is ``graded``.
-
-        Such gradients stay until the backward, all at once, where eager has one at a time. So each weight may have
-        one, and more only where they are no larger than what eager keeps of the same loss, its log-probabilities.
-        """
-        source = one.of[0].source
-        trained = makes_gradient(source) and not self.in_checkpoint
-        if not trained or not keeps_much(one.of, self.options.memory):
-            return True
-        memory = storages(source.head.weight)
-        if graded & memory:
-            return False
-        graded |= memory
-        return True
-
-    def _obstacle(self, candidate: Candidate) -> Reason | None:
-        head = candidate.head
-        where = location(candidate.node)
-        if compat.forward_ad_active():
-            return because("functional_transform", "forward-mode differentiation", where)
-        for node in (*candidate.derived, *(node for node, _ in candidate.readers)):
-            if self.timeline.region[node].levels:
-                return because("functional_transform", function_name(node), location(node))
-        read = [(handle, node) for node, reader in candidate.readers for handle in reader.operands]
-        made_of = [(handle, node) for handle, node in candidate.operands if isinstance(example_of(handle), Tensor)]
-        for handle, node in read + made_of:
-            example, name = example_of(handle), function_name(node)
-            if not isinstance(example, Tensor) or not compat.is_plain(example):
-                return because("subclass", f"an argument of {name} ({type(example).__name__})", where)
-            number = example.dim() == 0 and (handle, node) in made_of  # which PyTorch takes from a CPU
-            if example.device != example_of(head.input).device and not number:
-                return because("device", f"{example_of(head.input).device} and {example.device}", location(node))
-        for _, reader in candidate.readers:
-            # Beside other readers the product would be computed for each.
-            if isinstance(reader, Whole) and len(candidate.readers) > 1 and reader.reason is not None:
-                return reader.reason
-        size = candidate.rows * head.vocab * head.dtype.itemsize
-        if has_known_size(example_of(candidate.node)) and size < self.options.min_logits_bytes:
-            return because("too_small", f"{size:,} bytes", where)
-        for escaped in candidate.escaped:
-            output = f"as an output of shape {' × '.join(str(size) for size in escaped.value.shape)}"
-            if self.in_checkpoint:
-                return because("checkpointed", output, location(escaped.node))
-            detail = "and they are not deferred"
-            if self.options.defer_logits:
-                detail = why_not(escaped, candidate.operands, self.timeline)
-            if detail:
-                return because("returned", f"{output}, {detail}", location(escaped.node))
-        return None
-
-    def _kind(self, node: Node, reader: Reader) -> Any:
-        """Equal for readers that can share a computation, as far as one can say without looking at others."""
-        source, mode = reader.source, self.timeline.region[node]
-        if reader.is_alone:
-            return node
-        return id(source.head), source.row_key(), source.logits_key(), source.requires_grad, mode, reader.chosen
-
-    def _joined(self, known: Pass, node: Node, reader: Reader) -> Pass | None:
-        """``known`` with one more reader of its kind, or None where they cannot share a computation."""
-        weights = {r.class_weight for _, r in known.readers if r.want_class_sum}
-        if reader.want_class_sum and weights and weights != {reader.class_weight}:
-            return None
-        readers = [*known.readers, (node, reader)]
-        position = self.timeline.position
-        # Where one reader is an operand of another, of this head or not, each is best left where it is.
-        if any(user in self.readers for n, _ in readers for user in n.users):
-            return None
-        # As late as possible, so that every reader's labels exist: before anything uses what a reader returns.
-        users = [user for n, _ in readers for user in n.users]
-        end = self.timeline.end_of_region(node)
-        place = min((*users, *([end] if end else [])), key=position.__getitem__, default=node)
-        operands = [
-            handle for _, r in readers for handle in (*r.operands, *r.source.handles()) if isinstance(handle, Node)
-        ]
-        if any(position[handle] >= position[place] for handle in operands):
-            return None
-        return Pass(readers, place)
-
-    def _changed(self, candidate: Candidate, one: Pass) -> Reason | None:
-        """Why the operands are not at ``one.place`` what they were where eager reads them, if so."""
-        operands = [*candidate.operands]
-        operands += [(handle, node) for node, reader in one.readers for handle in reader.operands]
-        saves = computes_again(one.of, self.options.memory, one.room)
-        for handle, read_at in operands:
-            if not isinstance(handle, Node):
-                continue
-            writer = self.timeline.write_between(handle, read_at, one.place)
-            if writer is None and saves:
-                writer = self.timeline.write_after(handle, one.place)
-            if writer is not None:
-                return because("operand_mutated", function_name(writer), location(writer))
-            if self.timeline.unplaced_write(handle):
-                return because("operand_mutated", "an operation", location(read_at))
-        return None
-
 
 # --- rewriting ------------------------------------------------------------------------------------------------
 
@@ -201,8 +44,16 @@ class _GraphEmit(Emit):
     def __init__(self, graph: Graph, place: Node, like: Node, made: list[Node]) -> None:
         self.graph, self.place, self.like, self.made = graph, place, like, made
         self._shared: dict[Any, Node] = {}
+        self._early: dict[Node, Node] = {}
+
+    def make_early(self, node: Node) -> None:
+        """Make what ``node`` makes later: here it stands for that from now on."""
+        target: Any = node.target
+        function = getattr(Tensor, target) if node.op == "call_method" else target
+        self._early[node] = self.anew(function, *node.args, **node.kwargs)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        args, kwargs = self._at_hand(args, kwargs)
         key = (function, repr(args), repr(kwargs))
         if key not in self._shared:  # a pure function of the same arguments: once is enough
             self._shared[key] = self.anew(function, *args, **kwargs)
@@ -210,6 +61,7 @@ class _GraphEmit(Emit):
 
     def anew(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Like a call, but the node is never one that was made before."""
+        args, kwargs = self._at_hand(args, kwargs)
         with self.graph.inserting_before(self.place):
             if isinstance(function, types.MethodDescriptorType):
                 node = self.graph.call_method(function.__name__, args, kwargs)
@@ -224,16 +76,28 @@ class _GraphEmit(Emit):
             node.meta["example_value"] = function(*values[0], **values[1])
         return node
 
+    def _at_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return torch.fx.node.map_arg((args, kwargs), lambda node: self._early.get(node, node))
+
     def example(self, handle: Handle) -> Tensor:
         return example_of(handle)
 
 
-def _write(one: Pass, emit: _GraphEmit, in_checkpoint: bool, memory: int) -> tuple[str, list[Node]]:
+def _write(
+    one: Pass, emit_before: Callable[[Node], _GraphEmit], planner: Planner, in_checkpoint: bool
+) -> tuple[str, list[Node]]:
     """Emit a pass: the variant, and what replaces each of its readers."""
-    variant, results = compute(emit, one.of, in_checkpoint, memory, one.room)
+    places = [planner.finishes_before(one, node) for node, _ in one.readers]
+    emits = {place: emit_before(place) for place in (one.place, *places)}
+    own = [emits[place] for place in places]
+    for node in one.early:
+        emits[one.place].make_early(node)
+    variant, results = compute(emits[one.place], one.of, in_checkpoint, planner.options.memory, one.room, own)
     if variant == BESIDE:
         return variant, results  # a view, as in eager
-    return variant, [_as_eager(emit, node, result) for (node, _), result in zip(one.readers, results, strict=True)]
+    return variant, [
+        _as_eager(emit, node, result) for emit, (node, _), result in zip(own, one.readers, results, strict=True)
+    ]
 
 
 def _as_eager(emit: _GraphEmit, node: Node, result: Node) -> Node:
@@ -417,15 +281,16 @@ def _rewrite_graph(
         candidates = [c for c in analysis.candidates if c.is_head]
         told = {candidate: _told(candidate, analysis, end, in_checkpoint) for candidate in candidates}
         apart = Apart.of(gm, analysis.timeline, candidates)
-        planner = _Planner(analysis.timeline, options, candidates, in_checkpoint) if candidates else None
+        planner = Planner(analysis.timeline, options, candidates, in_checkpoint) if candidates else None
         listening = list(watchers) if candidates else []
         _tell(listening, "analysed", graph, candidates, in_checkpoint)
         for candidate in candidates:
             assert planner is not None
             before = len(made)
             for one in planner.plan(candidate) or ():
-                emit = _GraphEmit(graph, one.place, one.readers[0][0], made)
-                variant, results = _write(one, emit, in_checkpoint, options.memory)
+                like = one.readers[0][0]
+                emit_before = functools.partial(_GraphEmit, graph, like=like, made=made)
+                variant, results = _write(one, emit_before, planner, in_checkpoint)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 if variant != BESIDE:
                     passes.setdefault(candidate, []).append((variant, one.of))

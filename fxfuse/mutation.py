@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from .compat import schemas, storage, version
+from .compat import is_known, schemas, storage, version
 
 _INPLACE_OPERATORS = frozenset(
     (
@@ -97,6 +97,25 @@ def _is_pure(target: Any) -> bool:
     module = getattr(target, "__module__", None) or "torch"
     known = module.split(".")[0] in _PURE_MODULES and not module.startswith("torch._dynamo")
     return known and isinstance(target, _PLAIN_CALLABLES)
+
+
+# Conversions, and what is no operator of PyTorch's by its name.
+_REPEATABLE = frozenset(("getitem", "long", "int", "bool"))
+_UNREPEATABLE_TAGS = {
+    torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output,
+}  # fmt: skip
+
+
+def is_repeatable(node: Node) -> bool:
+    """Whether calling the function of a node once more returns the same tensor, and does nothing else."""
+    example, target = node.meta.get("example_value"), called(node)
+    if not isinstance(example, torch.Tensor) or not all(map(is_known, example.shape)) or writes(node) != Writes([]):
+        return False
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    packet = getattr(torch.ops.aten, name, None) if name not in _REPEATABLE else None
+    if packet is None:
+        return name in _REPEATABLE
+    return not any(_UNREPEATABLE_TAGS.intersection(getattr(packet, overload).tags) for overload in packet.overloads())
 
 
 @functools.cache

@@ -27,9 +27,14 @@ WITHOUT_LOGITS = "without a product"
 BESIDE = "not of logits"
 
 
+def leading(readers: Sequence[Reader]) -> ClassTensor:
+    """The source by which one pass for ``readers`` is computed: one with gradients, if any has."""
+    return next((reader.source for reader in readers if reader.source.requires_grad), readers[0].source)
+
+
 def computes_again(readers: Sequence[Reader], memory: int, room: bool = True) -> bool:
     """Whether the backward of ``readers`` in one pass reads the operands again."""
-    return readers[0].source.requires_grad and not (room and _may_make_gradients_in_forward(readers, memory))
+    return leading(readers).requires_grad and not (room and _may_make_gradients_in_forward(readers, memory))
 
 
 def _may_make_gradients_in_forward(readers: Sequence[Reader], memory: int) -> bool:
@@ -42,7 +47,7 @@ def keeps_much(readers: Sequence[Reader], memory: int) -> bool:
 
     That is its log-probabilities. A gradient stays until the backward, so each weight may have one such only.
     """
-    source = readers[0].source
+    source = leading(readers)
     if not _may_make_gradients_in_forward(readers, memory) or not all(map(compat.is_known, source.shape)):
         return False
     vocab, elements = compat.hint(source.vocab), math.prod(map(compat.hint, source.shape))
@@ -50,9 +55,14 @@ def keeps_much(readers: Sequence[Reader], memory: int) -> bool:
 
 
 def compute(
-    emit: Emit, readers: Sequence[Reader], in_checkpoint: bool, memory: int, room: bool = True
+    emit: Emit,
+    readers: Sequence[Reader],
+    in_checkpoint: bool,
+    memory: int,
+    room: bool = True,
+    own: Sequence[Emit] = (),
 ) -> tuple[str, list[Handle]]:
-    """Emit what ``readers``, which read the same rows of a head, return.
+    """Emit what ``readers``, which read the same rows of a head, return; by ``own``, what is for each of them alone.
 
     A single scalar reader gets its gradients in the forward pass, or from what that keeps. Under activation
     checkpointing the forward runs twice, so there they are computed in the backward; and where ``memory`` bounds the
@@ -61,32 +71,36 @@ def compute(
     Returns:
         The variant, and one handle a reader, in shape as in eager, in the accumulation dtype.
     """
-    source = readers[0].source
+    source = leading(readers)
+    own = own or [emit] * len(readers)
     if isinstance(readers[0], Beside):
         return BESIDE, [readers[0].finish(emit, Statistics(), None)]
     if isinstance(readers[0], Whole):
         return WHOLE, [_whole(emit, readers[0], _level(emit, source), memory)]
     if isinstance(source, Comparison):
-        return _comparison(emit, readers, source, memory)
+        return _comparison(emit, readers, source, memory, own)
     prepared = operands_of(emit, source)
     if readers[0].chosen is not None:
         trained = source.requires_grad and any(h is not None and emit.example(h).requires_grad for h in prepared)
-        return (RECOMPUTED if trained else FORWARD_ONLY), _chosen(emit, readers, prepared, memory)
+        return (RECOMPUTED if trained else FORWARD_ONLY), _chosen(emit, readers, prepared, memory, own)
     if all(map(_only_sums, readers)) and not source.transform:
         stats = Statistics(class_sum=class_sum(emit, prepared, source))
-        return WITHOUT_LOGITS, [finished(emit, reader, stats, None) for reader in readers]
-    level = _level(emit, source) if source.row_shifts else prepared  # a shift may require what the rows do not
+        return WITHOUT_LOGITS, [
+            _finished_of(emit, r, stats, None, source) for emit, r in zip(own, readers, strict=True)
+        ]
+    # A shift may require what the rows do not.
+    level = _level(emit, source) if source.row_shifts and len(readers) == 1 else prepared
     needs = [source.requires_grad and h is not None and bool(emit.example(h).requires_grad) for h in level]
     if _may_make_gradients_in_forward(readers, memory if any(needs) else 0) and not (in_checkpoint and any(needs)):
         loss = _loss(emit, readers[0], level, needs, room)
         if loss is not None:
             return loss[0], [loss[1]]
-    return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory)[0]
+    return (RECOMPUTED if any(needs) else FORWARD_ONLY), statistics(emit, readers, prepared, memory, own)[0]
 
 
 def multiplied(readers: Sequence[Reader]) -> tuple[ClassTensor, ...]:
     """The logits that one pass for ``readers`` computes, by a product each."""
-    source = readers[0].source
+    source = leading(readers)
     if isinstance(readers[0], Beside) or (all(map(_only_sums, readers)) and not source.transform):
         return ()
     return source.sides() if isinstance(source, Comparison) else (source,)
@@ -162,7 +176,9 @@ def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int)
     return out if last else emit(torch.movedim, out, -1, source.class_dim)
 
 
-def _chosen(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int) -> list[Handle]:
+def _chosen(
+    emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int, own: Sequence[Emit]
+) -> list[Handle]:
     """What readers of the largest or smallest logits of each row return."""
     source, chosen = readers[0].source, readers[0].chosen
     assert chosen is not None
@@ -174,10 +190,12 @@ def _chosen(emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...],
     for one in least:
         log_prob = emit(torch.sub, log_prob, one)
     stats = Statistics(lse=lse, picked=values, log_prob=log_prob)
-    return [finished(emit, reader, stats, index) for reader in readers]
+    return [finished(emit, reader, stats, index) for emit, reader in zip(own, readers, strict=True)]
 
 
-def _comparison(emit: Emit, readers: Sequence[Reader], source: Comparison, memory: int) -> tuple[str, list[Handle]]:
+def _comparison(
+    emit: Emit, readers: Sequence[Reader], source: Comparison, memory: int, own: Sequence[Emit]
+) -> tuple[str, list[Handle]]:
     student, teacher = source.sides()
     operands, others = _level(emit, student), _level(emit, teacher)
     options = {
@@ -191,7 +209,8 @@ def _comparison(emit: Emit, readers: Sequence[Reader], source: Comparison, memor
     kl, cross_entropy, student_kl = (emit(operator.getitem, out, i) for i in range(3))
     stats = Statistics(kl=kl, cross_entropy=cross_entropy, student_kl=student_kl)
     needs = any(h is not None and bool(emit.example(h).requires_grad) for h in (*operands, *others))
-    return (RECOMPUTED if needs else FORWARD_ONLY), [reader.finish(emit, stats, None) for reader in readers]
+    results = [reader.finish(emit, stats, None) for emit, reader in zip(own, readers, strict=True)]
+    return (RECOMPUTED if needs else FORWARD_ONLY), results
 
 
 def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle]:
@@ -283,6 +302,12 @@ def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None
     )
 
 
+def _finished_of(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None, source: ClassTensor) -> Handle:
+    """The same from statistics of ``source``, that may have gradients where the reader's own source has none."""
+    result = finished(emit, reader, stats, index)
+    return result if reader.source.requires_grad == source.requires_grad else emit(torch.detach, result)
+
+
 def _class_weight(emit: Emit, reader: Reader) -> Handle | None:
     if reader.class_weight is None:
         return None
@@ -322,9 +347,14 @@ def _keeps_exponentials(
 
 
 def statistics(
-    emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int
+    emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int, own: Sequence[Emit] = ()
 ) -> tuple[list[Handle], Handle]:
-    """What each reader returns, computed from the statistics of one pass; and the log-sum-exp of the rows, ``[N]``."""
+    """What each reader returns, computed from the statistics of one pass; and the log-sum-exp of the rows, ``[N]``.
+
+    That is of rows without their shift, which each reader adds by an emit of its ``own``: a shift may be made of what
+    another of them returns.
+    """
+    source = leading(readers)
     columns: dict[Any, slice] = {}  # of each distinct index in the one that the op is given
     parts: list[Handle] = []
     width = 0
@@ -341,12 +371,12 @@ def statistics(
     summing = [reader for reader in readers if reader.want_class_sum]
     weight = _class_weight(emit, summing[0]) if summing else None
     skip = all(reader.skip_unindexed for reader in readers)
-    scale, options = readers[0].source.scale, _options(readers[0].source) | ({"memory": memory} if memory else {})
+    scale, options = source.scale, _options(source) | ({"memory": memory} if memory else {})
     options |= {name: True for name in ("want_entropy", "want_top") if any(getattr(reader, name) for reader in readers)}
     out = emit(ops.linear_stats, *operands, index, weight, scale, bool(summing), skip, **options)
     lse, picked, log_prob, class_sum, _, entropy, top, argmax = (emit(operator.getitem, out, i) for i in range(8))
 
-    def own(handle: Handle, reader: Reader) -> Handle:
+    def part(emit: Emit, handle: Handle, reader: Reader) -> Handle:
         if reader.index is None:
             return None
         at = columns[reader.index.key]
@@ -355,7 +385,8 @@ def statistics(
         return emit(torch.narrow, handle, 1, at.start, at.stop - at.start)
 
     results = []
-    for reader in readers:
-        mine = Statistics(lse, own(picked, reader), own(log_prob, reader), class_sum, entropy, top, argmax)
-        results.append(finished(emit, reader, mine, own(index, reader)))
+    for its, reader in zip(own or [emit] * len(readers), readers, strict=True):
+        its_picked, its_log_prob, its_index = (part(its, of_all, reader) for of_all in (picked, log_prob, index))
+        stats = Statistics(lse, its_picked, its_log_prob, class_sum, entropy, top, argmax)
+        results.append(_finished_of(its, reader, stats, its_index, source))
     return results, lse

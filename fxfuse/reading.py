@@ -99,7 +99,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     source = readers[0].source
     origin, _ = found[source.head]
     grad = wants_gradients(call, readers)
-    key = (source.row_key(), source.logits_key(), grad)
+    level = replace(source, row_shifts=())  # what is added to a row is added to its log-sum-exp
+    key = (level.row_key(), level.logits_key(), grad)
     source = replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
     given: list[Given] = []
     computed = tuple(replace(_noting(reader, given), source=source) for reader in readers)
@@ -120,8 +121,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     elif shares and reader.coefficients is None and reader.chosen is None:
         results, lse = statistics(EMIT, computed, operands, origin.memory)
         # It would be that of some of the rows.
-        if not reader.skip_unindexed and not (grad and origin.may_lead_back(source)):
-            kept[key] = lse, Identity.of(source, key)
+        if not reader.skip_unindexed and not (grad and origin.may_lead_back(level)):
+            kept[key] = lse, Identity.of(level, key)
             if len(kept) > MOST_KEPT:
                 del kept[next(iter(kept))]  # the oldest
     else:

@@ -312,6 +312,14 @@ def test_readers_of_the_same_rows_share_a_pass(device: str, monkeypatch: pytest.
     assert_as_eager(lambda z, s: (*program(z, s), z.logsumexp(-1), torch.tanh(z).sum(-1)), device, builds=0)
     assert len(calls) == 4
 
+    def shifted(z: Tensor, s: World) -> Any:
+        less = z - z.max(-1, keepdim=True).values
+        return less.exp().sum(-1), less.logsumexp(-1), z.logsumexp(-1)
+
+    del calls[:]
+    assert_as_eager(shifted, device, builds=0)
+    assert len(calls) == 1
+
 
 # --- only some rows -------------------------------------------------------------------------------------------
 

@@ -92,6 +92,100 @@ def test_logits_less_their_largest_that_is_detached(detached: bool) -> None:
     assert calls(captured(program, world)).count("linear_stats.default") == int(detached)
 
 
+def _less_their_largest(s: World) -> torch.Tensor:
+    z = s.z
+    less = z - z.max(-1, keepdim=True)[0]
+    return (less.exp().sum(-1).log() - less.gather(-1, s.y.unsqueeze(-1)).squeeze(-1)).mean()
+
+
+def _entropy_first(s: World) -> torch.Tensor:
+    z = s.z
+    entropy = z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)
+    return z.log_softmax(-1).gather(-1, s.y[..., None]).mean() - 0.1 * entropy.square().mean()
+
+
+def _normalised_by_hand(s: World) -> torch.Tensor:
+    z = s.z
+    exps = (z - z.detach().amax(-1, keepdim=True)).exp()
+    probs = exps / exps.sum(-1, keepdim=True)
+    return -probs.gather(-1, s.y[..., None]).log().mean()
+
+
+def _labels_in_place(s: World) -> torch.Tensor:
+    z = s.z
+    penalty = z.logsumexp(-1).square().mean()
+    y = s.y.clone()
+    y[:, 1:] = s.y[:, :-1]
+    return ce(z, y) + penalty
+
+
+def _labels_at_random(s: World) -> torch.Tensor:
+    z = s.z
+    penalty = z.logsumexp(-1).square().mean()
+    before = torch.rand(s.y.shape)
+    return ce(z, torch.where(torch.rand(s.y.shape) < before, s.y, 0)) + penalty
+
+
+def _labels_of_logits(s: World) -> torch.Tensor:
+    z = s.z
+    penalty = z.logsumexp(-1).square().mean()
+    return ce(z, torch.where(s.y > 3, z.argmax(-1), s.y)) + penalty
+
+
+def _labels_written_to_before(s: World) -> torch.Tensor:
+    z, y = s.z, s.y.clone()
+    penalty = z.logsumexp(-1).square().mean()
+    y.sub_(y % 2)
+    return ce(z, y.view(-1)) + penalty
+
+
+def _labels_under_no_grad(s: World) -> torch.Tensor:
+    z = s.z
+    penalty = z.logsumexp(-1).square().mean()
+    with torch.no_grad():
+        y = s.y.roll(1)
+    return ce(z, y) + penalty
+
+
+def _shifted_by_what_is_written_to(s: World) -> torch.Tensor:
+    z = s.z
+    m = z.detach().amax(-1, keepdim=True)
+    less = z - m
+    m.mul_(2)
+    return less.exp().sum(-1).log().mean() + ce(z - m, s.y, reduction="none").mean()
+
+
+# Each a program, and how many passes compute it; 0 where it is kept.
+BY_HAND: dict[str, tuple[Callable[[World], torch.Tensor], int]] = {
+    "less their largest": (_less_their_largest, 1),
+    "penalty first": (lambda s: (z := s.z).logsumexp(-1).square().mean() + ce(z[:, :-1], s.y[:, 1:].clone()), 2),
+    "penalty of the same rows": (lambda s: (z := s.z[:, :-1]).logsumexp(-1).square().mean() + ce(z, s.y[:, 1:]), 1),
+    "entropy first": (_entropy_first, 1),
+    "normalised": (_normalised_by_hand, 1),
+    "labels in place": (_labels_in_place, 2),
+    "labels at random": (_labels_at_random, 2),
+    "labels of logits": (_labels_of_logits, 2),
+    "labels written to before": (_labels_written_to_before, 2),
+    "labels under no_grad": (_labels_under_no_grad, 2),
+    "shifted by what is written to": (_shifted_by_what_is_written_to, 0),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_labels_and_shifts_that_come_later_do_not_keep_readers_apart(name: str) -> None:
+    program, passes = BY_HAND[name]
+    world = World.make()
+
+    def outcome(f: Any) -> Any:
+        torch.manual_seed(0)
+        loss = f(world)
+        return loss, *torch.autograd.grad(loss, world.leaves()[:2])
+
+    assert sum("check_index" not in call for call in calls(captured(program, world))) == passes
+    assert {site.status for site in captured_sites(program, world)} == {"fused" if passes else "kept"}
+    torch.testing.assert_close(outcome(compiled(program)), outcome(program))
+
+
 def test_readers_of_two_heads_share_one_pass() -> None:
     def program(s: World, mixed: bool) -> Any:
         one, other = s.zb.log_softmax(-1), F.linear(s.x, s.w.sin()).log_softmax(-1)
