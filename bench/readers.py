@@ -46,6 +46,20 @@ def accuracy(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *_: Any) -> torc
     return F.cross_entropy(z, y) + 0 * (z.argmax(-1) == y).float().mean()
 
 
+def penalised(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The z-loss of PaLM and, after it, the loss."""
+    z = F.linear(x, w).float()
+    penalty = 1e-4 * z.logsumexp(-1).square().mean()
+    return penalty + F.cross_entropy(z, y.view(-1))
+
+
+def by_hand(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The loss of logits less their largest."""
+    z = F.linear(x, w).float()
+    z = z - z.max(-1, keepdim=True).values
+    return (z.exp().sum(-1).log() - z.gather(-1, y.unsqueeze(-1)).squeeze(-1)).mean()
+
+
 def distilled(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, teacher: Tensors) -> torch.Tensor:
     """The divergence from a frozen teacher of half the width."""
     target = F.linear(*teacher).float().softmax(-1)
@@ -73,6 +87,8 @@ PROGRAMS: dict[str, Program] = {
     "log-probability and entropy": policy,
     "mask and temperatures": masked,
     "loss and accuracy": accuracy,
+    "z-loss and loss": penalised,
+    "loss by hand": by_hand,
     "distillation": distilled,
     "Jensen-Shannon": jensen_shannon,
     "all log-probabilities": everything,

@@ -321,7 +321,7 @@ def _apply_locked(
     except (Keep, NotDeferred):
         return NotImplemented
     except errors.StaleLogitsError:
-        if all(t._deferred.is_built() for t in deferred):
+        if any(t._deferred.is_built() for t in deferred):  # it may be those; if not, computing the others raises
             return NotImplemented
         raise
     for origin, _ in heads.values():

@@ -312,6 +312,9 @@ def _rewrite_graph(
             made_for[candidate] += made[before:]
         for old, new in swaps:
             old.replace_all_uses_with(new)
+        replaced = {old for old, _ in swaps}.union(*(c.derived for c in candidates if c.kept is None))
+        if left := {user for node in replaced for user in node.users} - replaced:
+            raise AssertionError(f"{left} take what was replaced")
         graph.lint()
     except Exception as failure:
         output.args = returned

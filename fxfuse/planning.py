@@ -172,16 +172,19 @@ class Planner:
             for handle in (*r.operands, *r.source.handles(shifted=False)):
                 if isinstance(handle, Node) and not self._is_there(handle, place, early):
                     return None
-        return None if any(n in early for n, _ in readers) else Pass(readers, place, tuple(early))
+        return Pass(readers, place, tuple(early))
 
     def _is_there(self, node: Node, place: Node, early: dict[Node, None]) -> bool:
         """Whether a node comes before ``place``, or can be made anew there: then it is added to ``early``."""
         timeline = self.timeline
         if node in early or timeline.position[node] < timeline.position[place]:
             return True
-        if timeline.region[node] != timeline.region[place] or not is_repeatable(node) or example_of(node).requires_grad:
+        if node in self.readers or timeline.region[node] != timeline.region[place]:
+            return False
+        if not is_repeatable(node) or example_of(node).requires_grad:
             return False
         for one in node.all_input_nodes:
+            # What a reader returns comes where its own pass is, which may be later.
             written = timeline.write_between(one, node, place) or timeline.unplaced_write(one)
             if written or one in self.readers or not self._is_there(one, place, early):
                 return False

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxfuse
 from fxfuse import deferred as deferred_module
-from fxfuse import lazy, lazy_tensor, operands, passes, reading
+from fxfuse import errors, lazy, lazy_tensor, operands, passes, reading
 from fxfuse.deferred import DeferredLogits
 from fxfuse.origin import MOST_USED
 from fxfuse.report.records import journal
@@ -1629,6 +1629,30 @@ def test_a_copy_goes_when_the_logits_are_there() -> None:
     torch.testing.assert_close(z.detach()[0, 0].logsumexp(-1), expected.logsumexp(-1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         ce(z, s.y).backward()
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["read", "stale"])
+def test_a_divergence_from_logits_of_before_a_step(stale: bool) -> None:
+    """They have values, and those of after it have none. Without values they are stale, after another change."""
+
+    def program(s: World) -> Any:
+        before = s.z.detach()
+        if not stale:
+            before.square()
+        with torch.no_grad():
+            s.w.lerp_(s.w.sin(), 0.5)
+        return F.kl_div(s.z.log_softmax(-1), before.softmax(-1), reduction="sum")
+
+    s, e = DeferredWorld.make(), World.make()
+    expected = program(e)
+    if stale:
+        with pytest.raises(errors.StaleLogitsError, match="changed in place"):
+            program(s)
+        return
+    loss = program(s)
+    torch.testing.assert_close(loss, expected)
+    ours, theirs = (torch.autograd.grad(one, world.leaves()[:2]) for one, world in ((loss, s), (expected, e)))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_detached_logits_that_are_smaller_than_the_weight_have_no_copy_each() -> None:

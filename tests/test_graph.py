@@ -155,6 +155,12 @@ def _shifted_by_what_is_written_to(s: World) -> torch.Tensor:
     return less.exp().sum(-1).log().mean() + ce(z - m, s.y, reduction="none").mean()
 
 
+def _labels_are_the_best(s: World) -> torch.Tensor:
+    z = s.z
+    best = z.log_softmax(-1).topk(1).values[..., 0]
+    return (best - z.log_softmax(-1).gather(-1, z.argmax(-1, keepdim=True))[..., 0].square()).mean()
+
+
 # Each a program, and how many passes compute it; 0 where it is kept.
 BY_HAND: dict[str, tuple[Callable[[World], torch.Tensor], int]] = {
     "less their largest": (_less_their_largest, 1),
@@ -165,6 +171,7 @@ BY_HAND: dict[str, tuple[Callable[[World], torch.Tensor], int]] = {
     "labels in place": (_labels_in_place, 2),
     "labels at random": (_labels_at_random, 2),
     "labels of logits": (_labels_of_logits, 2),
+    "labels are the best": (_labels_are_the_best, 3),
     "labels written to before": (_labels_written_to_before, 2),
     "labels under no_grad": (_labels_under_no_grad, 2),
     "shifted by what is written to": (_shifted_by_what_is_written_to, 0),
