@@ -125,7 +125,7 @@ class Given:
 
 
 # By which rows of which logits they are.
-LogSumExps = dict[Any, tuple[Tensor, Identity]]
+LogSumExps = dict[Any, tuple[Statistics, Identity]]
 
 
 class _Normaliser:

@@ -277,12 +277,14 @@ def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None
     level = shift if kept else nothing
 
     def plus(statistic: Handle, more: Handle) -> Handle:
-        if statistic is None:
-            return None
+        if statistic is None or more is None:
+            return statistic
         return emit(
             torch.add, statistic, emit(torch.unsqueeze, more, 1) if emit.example(statistic).dim() == 2 else more
         )
 
+    # What is left of a log-sum-exp after its shift may be as small as what rounding took from it.
+    lse = plus(plus(stats.lse, level), stats.residual if kept else None)
     sums = stats.class_sum
     if reader.want_class_sum:
         weight = _class_weight(emit, reader)
@@ -291,7 +293,7 @@ def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None
         emit,
         replace(
             stats,
-            lse=plus(stats.lse, level),
+            lse=lse,
             picked=plus(stats.picked, level),
             log_prob=plus(stats.log_prob, nothing),
             class_sum=sums,
@@ -348,8 +350,8 @@ def _keeps_exponentials(
 
 def statistics(
     emit: Emit, readers: Sequence[Reader], operands: tuple[Handle, ...], memory: int, own: Sequence[Emit] = ()
-) -> tuple[list[Handle], Handle]:
-    """What each reader returns, computed from the statistics of one pass; and the log-sum-exp of the rows, ``[N]``.
+) -> tuple[list[Handle], Statistics]:
+    """What each reader returns, computed from the statistics of one pass; and the log-sum-exp of the rows.
 
     That is of rows without their shift, which each reader adds by an emit of its ``own``: a shift may be made of what
     another of them returns.
@@ -374,7 +376,9 @@ def statistics(
     scale, options = source.scale, _options(source) | ({"memory": memory} if memory else {})
     options |= {name: True for name in ("want_entropy", "want_top") if any(getattr(reader, name) for reader in readers)}
     out = emit(ops.linear_stats, *operands, index, weight, scale, bool(summing), skip, **options)
-    lse, picked, log_prob, class_sum, _, entropy, top, argmax = (emit(operator.getitem, out, i) for i in range(8))
+    lse, picked, log_prob, class_sum, residual, entropy, top, argmax = (
+        emit(operator.getitem, out, i) for i in range(8)
+    )
 
     def part(emit: Emit, handle: Handle, reader: Reader) -> Handle:
         if reader.index is None:
@@ -387,6 +391,6 @@ def statistics(
     results = []
     for its, reader in zip(own or [emit] * len(readers), readers, strict=True):
         its_picked, its_log_prob, its_index = (part(its, of_all, reader) for of_all in (picked, log_prob, index))
-        stats = Statistics(lse, its_picked, its_log_prob, class_sum, entropy, top, argmax)
+        stats = Statistics(lse, residual, its_picked, its_log_prob, class_sum, entropy, top, argmax)
         results.append(_finished_of(its, reader, stats, its_index, source))
-    return results, lse
+    return results, Statistics(lse, residual)

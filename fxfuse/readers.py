@@ -32,11 +32,12 @@ class Coefficients:
 class Statistics:
     """The row statistics as handles; those that nobody asked for may be None. See ``ops.contract``.
 
-    ``lse [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum``, ``entropy``, ``top`` and ``argmax [N]``; ``kl``,
-    ``cross_entropy`` and ``student_kl [N]`` with a teacher's distribution, see ``ops.divergence``.
+    ``lse`` and ``residual [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum``, ``entropy``, ``top`` and ``argmax
+    [N]``; ``kl``, ``cross_entropy`` and ``student_kl [N]`` with a teacher's distribution, see ``ops.divergence``.
     """
 
     lse: Handle = None
+    residual: Handle = None
     picked: Handle = None
     log_prob: Handle = None
     class_sum: Handle = None

@@ -117,12 +117,12 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     more = reader.index is not None or reader.want_entropy or reader.want_top or reader.chosen is not None
     if known is not None and not more and not (reader.want_class_sum and source.transform):
         total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
-        results = [finished(EMIT, reader, Statistics(known, class_sum=total), None)]
+        results = [finished(EMIT, reader, replace(known, class_sum=total), None)]
     elif shares and reader.coefficients is None and reader.chosen is None:
-        results, lse = statistics(EMIT, computed, operands, origin.memory)
+        results, stats = statistics(EMIT, computed, operands, origin.memory)
         # It would be that of some of the rows.
         if not reader.skip_unindexed and not (grad and origin.may_lead_back(level)):
-            kept[key] = lse, Identity.of(level, key)
+            kept[key] = stats, Identity.of(level, key)
             if len(kept) > MOST_KEPT:
                 del kept[next(iter(kept))]  # the oldest
     else:

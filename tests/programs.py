@@ -441,6 +441,14 @@ def _less_their_largest(s: World) -> Any:
     return _rows(lp, s.y), ce(z - z.detach().amax(-1, keepdim=True), s.y), _rows(shifted, s.y)
 
 
+def _largest_of_the_certain(s: World) -> Any:
+    """Where one class is nearly certain, a log-probability is much less than the log-sum-exp that it is made with."""
+    z = s.project(s.x * 16, s.w).to(torch.promote_types(s.x.dtype, torch.float32))
+    lp, less = z.log_softmax(-1), z - z.max(-1, keepdim=True).values
+    exps = less.exp()
+    return lp.max(-1).values, exps.max(-1).values / exps.sum(-1) - 1, less.logsumexp(-1)
+
+
 def _shifted_in_place(s: World) -> Any:
     z = s.z
     z -= s.x[..., :1]
@@ -1011,6 +1019,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "row_shifts_further": _row_shifts_further,
     "row_shifts_of_infinity": _row_shifts_of_infinity,
     "less_their_largest": _less_their_largest,
+    "largest_of_the_certain": _largest_of_the_certain,
     "shifted_in_place": _shifted_in_place,
     "temperatures_in_class_dim_1": lambda s: (s.z.mT / s.x[..., 0].exp()[:, None]).logsumexp(1),
     "slice_and_bias_in_class_dim_1": lambda s: (s.z.mT[:, 2:9] * 2 + s.b[2:9, None]).logsumexp(1),

@@ -103,11 +103,18 @@ def _classes_of(input: Targeted) -> Index:
     return Index(make, (input.targets.classes, "one-hot", input.axis, input.row_key()[input.since :]))
 
 
+def _less_log_sum_exp(emit: Emit, stats: Statistics, of_row: Handle, times: float = 1.0) -> Handle:
+    """``of_row [N]`` less the log-sum-exp so many times, with what rounding took from that."""
+    for part in (stats.lse, stats.residual):
+        of_row = emit(torch.sub, of_row, part, alpha=times)
+    return of_row
+
+
 # The sum over the vocabulary of each kind, from the statistics and the size of the vocabulary.
 _TOTALS: dict[type[ClassTensor], Callable[[Emit, Statistics, int], Handle]] = {
     Logits: lambda emit, s, vocab: s.class_sum,
     Exponentials: lambda emit, s, vocab: emit(torch.exp, s.lse),
-    LogProbs: lambda emit, s, vocab: emit(torch.sub, s.class_sum, emit(torch.mul, s.lse, float(vocab))),
+    LogProbs: lambda emit, s, vocab: _less_log_sum_exp(emit, s, s.class_sum, float(vocab)),
     WeighedLogits: lambda emit, s, vocab: emit(torch.sub, s.lse, s.entropy),
     WeighedLogProbs: lambda emit, s, vocab: emit(torch.neg, s.entropy),
 }
@@ -141,7 +148,7 @@ def _top(call: Call, input: Any) -> Callable[[Emit, Statistics], Handle]:
             return stats.top
         if isinstance(input, Exponentials):
             return times(emit, emit(torch.exp, stats.top), input.factor)
-        log_prob = emit(torch.sub, stats.top, stats.lse)
+        log_prob = _less_log_sum_exp(emit, stats, stats.top)
         return times(emit, emit(torch.exp, log_prob) if isinstance(input, Probs) else log_prob, input.factor)
 
     return top
