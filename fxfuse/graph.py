@@ -23,8 +23,9 @@ from .apart import Apart
 from .candidate import Candidate, example_of
 from .costs import eager_bytes, total
 from .escape import Escape, send_out
+from .mutation import storages
 from .options import Options
-from .passes import BESIDE, compute, why
+from .passes import BESIDE, WHOLE, compute, why
 from .planning import Pass, Planner
 from .readers import Reader
 from .reasons import because
@@ -84,9 +85,9 @@ class _GraphEmit(Emit):
 
 
 def _write(
-    one: Pass, emit_before: Callable[[Node], _GraphEmit], planner: Planner, in_checkpoint: bool
+    one: Pass, emit_before: Callable[[Node], _GraphEmit], planner: Planner, in_checkpoint: bool, returned: set[int]
 ) -> tuple[str, list[Node]]:
-    """Emit a pass: the variant, and what replaces each of its readers."""
+    """Emit a pass: the variant, and what replaces each of its readers; ``returned`` is the memory of all outputs."""
     places = [planner.finishes_before(one, node) for node, _ in one.readers]
     emits = {place: emit_before(place) for place in (one.place, *places)}
     own = [emits[place] for place in places]
@@ -96,12 +97,13 @@ def _write(
     if variant == BESIDE:
         return variant, results  # a view, as in eager
     return variant, [
-        _as_eager(emit, node, result) for emit, (node, _), result in zip(own, one.readers, results, strict=True)
+        _as_eager(emit, node, result, alone=variant == WHOLE and not storages(node) & returned)
+        for emit, (node, _), result in zip(own, one.readers, results, strict=True)
     ]
 
 
-def _as_eager(emit: _GraphEmit, node: Node, result: Node) -> Node:
-    """``result`` with the dtype that eager returns, in memory that nothing else uses.
+def _as_eager(emit: _GraphEmit, node: Node, result: Node, alone: bool) -> Node:
+    """``result`` with the dtype that eager returns, in memory that nothing else uses if it is not left ``alone``.
 
     Two readers may return one statistic, which the backward needs too: what the program does to what it was given
     must reach neither.
@@ -110,7 +112,8 @@ def _as_eager(emit: _GraphEmit, node: Node, result: Node) -> Node:
     if emit.example(result).dtype != expected.dtype:
         result = emit(torch.Tensor.to, result, expected.dtype)
     # What eager returns of these functions is contiguous, and a view of it may rely on that.
-    result = emit.anew(torch.clone, result, memory_format=torch.contiguous_format)
+    if not alone or not emit.example(result).is_contiguous():
+        result = emit.anew(torch.clone, result, memory_format=torch.contiguous_format)
     made = emit.example(result)
     if made.dim() != expected.dim() or made.dtype != expected.dtype:
         raise AssertionError(f"{node.name}: {made.shape} {made.dtype} for {expected.shape} {expected.dtype}")
@@ -280,6 +283,7 @@ def _rewrite_graph(
         analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
         told = {candidate: _told(candidate, analysis, end, in_checkpoint) for candidate in candidates}
+        leaving = {memory for node in output.all_input_nodes for memory in storages(node)}
         apart = Apart.of(gm, analysis.timeline, candidates)
         planner = Planner(analysis.timeline, options, candidates, in_checkpoint) if candidates else None
         listening = list(watchers) if candidates else []
@@ -290,7 +294,7 @@ def _rewrite_graph(
             for one in planner.plan(candidate) or ():
                 like = one.readers[0][0]
                 emit_before = functools.partial(_GraphEmit, graph, like=like, made=made)
-                variant, results = _write(one, emit_before, planner, in_checkpoint)
+                variant, results = _write(one, emit_before, planner, in_checkpoint, leaving)
                 swaps += zip((node for node, _ in one.readers), results, strict=True)
                 if variant != BESIDE:
                     passes.setdefault(candidate, []).append((variant, one.of))

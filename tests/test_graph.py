@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 import fxfuse
 from fxfuse import graph
 from fxfuse.backend import fxfuse as backend_of_fxfuse
+from fxfuse.ops.softmax import linear_softmax
 from fxfuse.options import Options
 
 
@@ -487,6 +488,40 @@ def test_the_logits_are_never_allocated(reduction: str, device: str) -> None:
     torch.testing.assert_close(loss, program(x, y))
     assert eager.elements >= rows * vocab
     assert fused.elements <= vocab * hidden, fused.op
+
+
+def _read(s: World) -> Any:
+    return s.z.log_softmax(-1).sin().sum()
+
+
+def _returned(s: World) -> Any:
+    p = s.z.log_softmax(-1)
+    return p.sin().sum(), p.mT[0]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("program", "copies"), [(_read, 0), (_returned, 1)])
+def test_all_probabilities_are_copied_only_where_a_write_could_reach_the_backward(
+    program: Any, copies: int, inner: str
+) -> None:
+    """A write to all of them within the graph keeps the head; of one to what it returns the backward must not learn."""
+    world = World.make()
+    made = [node for node in captured(program, world).graph.nodes if node.target in (torch.clone, linear_softmax)]
+    assert [node.target for node in made] == [linear_softmax, *[torch.clone] * copies]
+
+    def gradients(f: Any, write: bool) -> Any:
+        out = f(world)
+        loss, *returned = out if isinstance(out, tuple) else (out,)
+        with torch.no_grad():
+            for one in returned if write else ():
+                one.add_(1)
+        return torch.autograd.grad(loss, world.leaves()[:2])
+
+    expected = gradients(program, write=False)
+    try:
+        torch.testing.assert_close(gradients(compiled(program, inner=inner), write=True), expected)
+    except RuntimeError as error:  # as in eager
+        assert copies and "modified by an inplace operation" in str(error)
 
 
 def test_a_write_that_is_not_recognised_keeps_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
