@@ -239,6 +239,15 @@ def schemas(target: Any) -> list[Any] | None:
     return [target._schema] if isinstance(target, torch._ops.OpOverload) else None
 
 
+@functools.cache
+def operator_tags(name: str) -> frozenset[torch.Tag] | None:
+    """The tags that any overload of PyTorch's operator of that name has, or None if there is no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    return frozenset(tag for overload in packet.overloads() for tag in getattr(packet, overload).tags)
+
+
 def qualified_name(target: Any) -> str | None:
     """``"fxfuse.linear_loss"`` for an overload of an operator, or None for anything else."""
     if not isinstance(target, torch._ops.OpOverload):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from .compat import is_known, schemas, storage, version
+from .compat import is_known, operator_tags, schemas, storage, version
 
 _INPLACE_OPERATORS = frozenset(
     (
@@ -100,7 +100,7 @@ def _is_pure(target: Any) -> bool:
 
 
 # Conversions, and what is no operator of PyTorch's by its name.
-_REPEATABLE = frozenset(("getitem", "long", "int", "bool"))
+_REPEATABLE = frozenset(("getitem", "long", "int", "bool", "float", "mod", "and_", "or_", "invert"))
 _UNREPEATABLE_TAGS = {
     torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output,
 }  # fmt: skip
@@ -112,10 +112,10 @@ def is_repeatable(node: Node) -> bool:
     if not isinstance(example, torch.Tensor) or not all(map(is_known, example.shape)) or writes(node) != Writes([]):
         return False
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    packet = getattr(torch.ops.aten, name, None) if name not in _REPEATABLE else None
-    if packet is None:
-        return name in _REPEATABLE
-    return not any(_UNREPEATABLE_TAGS.intersection(getattr(packet, overload).tags) for overload in packet.overloads())
+    if name in _REPEATABLE:
+        return True
+    found = operator_tags(name) or operator_tags(name.strip("_"))  # of __eq__, say
+    return found is not None and not found & _UNREPEATABLE_TAGS
 
 
 @functools.cache
