@@ -96,8 +96,9 @@ def _write(
     variant, results = compute(emits[one.place], one.of, in_checkpoint, planner.options.memory, one.room, own)
     if variant == BESIDE:
         return variant, results  # a view, as in eager
+    saved = any(example_of(result).requires_grad for result in results)
     return variant, [
-        _as_eager(emit, node, result, alone=variant == WHOLE and not storages(node) & returned)
+        _as_eager(emit, node, result, alone=variant == WHOLE and not (saved and storages(node) & returned))
         for emit, (node, _), result in zip(own, one.readers, results, strict=True)
     ]
 

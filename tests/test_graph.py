@@ -525,6 +525,9 @@ def test_all_probabilities_are_copied_only_where_a_write_could_reach_the_backwar
                 one.add_(1)
         return torch.autograd.grad(loss, world.leaves()[:2])
 
+    with torch.no_grad():
+        assert torch.clone not in [node.target for node in captured(program, world).graph.nodes]
+        torch.testing.assert_close(compiled(program, inner=inner)(world), program(world))
     expected = gradients(program, write=False)
     try:
         torch.testing.assert_close(gradients(compiled(program, inner=inner), write=True), expected)
