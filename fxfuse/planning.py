@@ -25,6 +25,8 @@ from .readers import Reader, Whole
 from .reasons import Reason, because
 from .report.source import function_name, location
 
+MOST_STEPS = 16  # by which labels are made anew, of which few take more than a shift, a view and a mask
+
 
 @dataclass
 class Pass:
@@ -174,19 +176,22 @@ class Planner:
                     return None
         return Pass(readers, place, tuple(early))
 
-    def _is_there(self, node: Node, place: Node, early: dict[Node, None]) -> bool:
-        """Whether a node comes before ``place``, or can be made anew there: then it is added to ``early``."""
+    def _is_there(self, node: Node, place: Node, early: dict[Node, None], steps: int = MOST_STEPS) -> bool:
+        """Whether a node comes before ``place``, or can be made anew there: then it is added to ``early``.
+
+        Not if it is more ``steps`` away from what comes before.
+        """
         timeline = self.timeline
         if node in early or timeline.position[node] < timeline.position[place]:
             return True
-        if node in self.readers or timeline.region[node] != timeline.region[place]:
+        if steps == 0 or node in self.readers or timeline.region[node] != timeline.region[place]:
             return False
         if not is_repeatable(node) or example_of(node).requires_grad:
             return False
         for one in node.all_input_nodes:
             # What a reader returns comes where its own pass is, which may be later.
             written = timeline.write_between(one, node, place) or timeline.unplaced_write(one)
-            if written or one in self.readers or not self._is_there(one, place, early):
+            if written or one in self.readers or not self._is_there(one, place, early, steps - 1):
                 return False
         early[node] = None
         return True

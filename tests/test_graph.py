@@ -169,6 +169,15 @@ def _labels_of_a_mask(s: World) -> torch.Tensor:
     return ce(z, torch.where(own, s.y, -100)) + penalty
 
 
+def _labels_in_many_steps(s: World) -> torch.Tensor:
+    z = s.z
+    penalty = z.logsumexp(-1).square().mean()
+    y = s.y
+    for _ in range(2000):
+        y = y.clone()
+    return ce(z, y) + penalty
+
+
 # Each a program, and how many passes compute it; 0 where it is kept.
 BY_HAND: dict[str, tuple[Callable[[World], torch.Tensor], int]] = {
     "less their largest": (_less_their_largest, 1),
@@ -177,6 +186,7 @@ BY_HAND: dict[str, tuple[Callable[[World], torch.Tensor], int]] = {
     "entropy first": (_entropy_first, 1),
     "normalised": (_normalised_by_hand, 1),
     "labels of a mask": (_labels_of_a_mask, 1),
+    "labels in many steps": (_labels_in_many_steps, 2),
     "labels in place": (_labels_in_place, 2),
     "labels at random": (_labels_at_random, 2),
     "labels of logits": (_labels_of_logits, 2),
