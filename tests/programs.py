@@ -1020,6 +1020,16 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "row_shifts_of_infinity": _row_shifts_of_infinity,
     "less_their_largest": _less_their_largest,
     "largest_of_the_certain": _largest_of_the_certain,
+    "unflattened": lambda s: (
+        ce(s.z.flatten(0, 1).unflatten(0, s.y.shape), s.y),
+        torch.unflatten(s.zb.mT, 0, (-1, 1)).logsumexp(2),
+        s.z.movedim(-1, 0).unflatten(-1, (1, TIME)).log_softmax(0).gather(0, s.y[None, :, None])[0],
+    ),
+    "weight_first_then_rows": lambda s: tuple(
+        F.cross_entropy(z.view(*s.y.shape, -1).flatten(0, 1), s.y.flatten()) * 1 + F.cross_entropy(u.mT, s.y)
+        for z in [(s.w.repeat(3, 1) @ s.x.flatten(0, 1).T).T]
+        for u in [z.unflatten(0, s.y.shape)]
+    ),
     "shifted_in_place": _shifted_in_place,
     "temperatures_in_class_dim_1": lambda s: (s.z.mT / s.x[..., 0].exp()[:, None]).logsumexp(1),
     "slice_and_bias_in_class_dim_1": lambda s: (s.z.mT[:, 2:9] * 2 + s.b[2:9, None]).logsumexp(1),

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,6 +33,11 @@ def _sizes(shape: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
 
 
+def _refuse_classes_before_others(call: Call) -> NoReturn:
+    """Of a product of two matrices the others may be the classes."""
+    call.keep("class_dim", f"{call.name} of a vocabulary that does not come last")
+
+
 @rule(torch.reshape, like=lambda input, shape: None)
 @rule("view", "reshape", like=lambda input, *shape: None)
 def reshape(call: Call, input: ClassTensor, shape: tuple[Any, ...]) -> ClassTensor:
@@ -40,8 +45,10 @@ def reshape(call: Call, input: ClassTensor, shape: tuple[Any, ...]) -> ClassTens
     out = call.out.shape
     if any(isinstance(size, torch.dtype) for size in sizes):
         call.keep("unknown_reader", f"{call.name} to another dtype")
-    # With the class axis last and its size unchanged, row-major order takes whole rows to whole rows.
-    if input.class_dim != len(input.shape) - 1 or len(out) == 0 or not same(out[-1], input.vocab):
+    if input.class_dim != len(input.shape) - 1:
+        _refuse_classes_before_others(call)
+    # With its size unchanged, row-major order takes whole rows to whole rows.
+    if len(out) == 0 or not same(out[-1], input.vocab):
         call.keep("unknown_reader", f"{call.name}, which splits or merges the vocabulary,")
     op = RowOp(torch.reshape, ((*sizes[:-1], HIDDEN),), keeps_order=True)
     return derive(input, call.name, op, shape=out, class_dim=len(out) - 1)
@@ -56,6 +63,18 @@ def flatten(call: Call, input: ClassTensor, start_dim: Any = 0, end_dim: Any = -
     op = RowOp(torch.flatten, (start, end), keeps_order=True)
     merged = end - start if end < input.class_dim else 0
     return derive(input, call.name, op, shape=call.out.shape, class_dim=input.class_dim - merged)
+
+
+@rule(torch.unflatten, "unflatten")
+def unflatten(call: Call, input: ClassTensor, dim: Any, sizes: Any) -> ClassTensor:
+    at = _dim(call, input, dim)
+    if at == input.class_dim:
+        if at != len(input.shape) - 1:
+            _refuse_classes_before_others(call)
+        call.keep("unknown_reader", "unflatten, which splits the vocabulary,")
+    op = RowOp(torch.unflatten, (at, tuple(sizes) if isinstance(sizes, (tuple, list)) else sizes), keeps_order=True)
+    more = len(call.out.shape) - len(input.shape)
+    return derive(input, call.name, op, shape=call.out.shape, class_dim=input.class_dim + more * (at < input.class_dim))
 
 
 @rule(torch.unsqueeze, "unsqueeze")
