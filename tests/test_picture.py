@@ -212,7 +212,7 @@ def test_a_watcher_that_fails_changes_nothing() -> None:
 
 
 def test_a_failed_analysis_is_drawn_as_kept(sketched: Callable[..., Sketch], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **options: Any) -> Any:
         raise ZeroDivisionError
 
     monkeypatch.setattr(graph, "_as_eager", broken)
