@@ -433,7 +433,7 @@ def _is_unused_size(node: Node) -> bool:
 
 def _is_only_detached(node: Node) -> bool:
     """Whether all that use a node take it without its gradient, which nothing has then."""
-    return bool(node.users) and all(function_name(user) == "detach" for user in node.users)
+    return bool(node.users) and all(called(user) in ("detach", torch.detach) for user in node.users)
 
 
 def _unexpanded(handle: Any) -> Any:

@@ -100,7 +100,7 @@ def _is_pure(target: Any) -> bool:
 
 
 # Conversions, and what is no operator of PyTorch's by its name.
-_REPEATABLE = frozenset(("getitem", "long", "int", "bool", "float", "mod", "and_", "or_", "invert"))
+_REPEATABLE = frozenset(("getitem", "long", "int", "bool", "mod", "and_", "or_", "invert"))
 _UNREPEATABLE_TAGS = {
     torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output,
 }  # fmt: skip
@@ -110,6 +110,8 @@ def is_repeatable(node: Node) -> bool:
     """Whether calling the function of a node once more returns the same tensor, and does nothing else."""
     example, target = node.meta.get("example_value"), called(node)
     if not isinstance(example, torch.Tensor) or not all(map(is_known, example.shape)) or writes(node) != Writes([]):
+        return False
+    if schemas(target) is not None or example.is_floating_point():  # another's operator; no labels, which may be dear
         return False
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name in _REPEATABLE:
@@ -203,6 +205,11 @@ class Timeline:
         low, high = sorted((self.position[read], self.position[place] - 0.5))
         found = (writer for position, writer, _ in self._writes_to(operand) if low < position < high)
         return next(found, None)
+
+    def any_write_between(self, place: Node, node: Node) -> bool:
+        """Whether anything is written to from ``place`` on and before ``node``: arguments may share memory one day."""
+        low, high = self.position[place], self.position[node]
+        return any(low <= position < high for writes in self._writes.values() for position, _, _ in writes)
 
     def write_after(self, operand: Node, place: Node) -> Node | None:
         """A node from ``place`` on that changes ``operand``, which a backward would then find changed."""

@@ -186,12 +186,11 @@ class Planner:
             return True
         if steps == 0 or node in self.readers or timeline.region[node] != timeline.region[place]:
             return False
-        if not is_repeatable(node) or example_of(node).requires_grad:
+        if not is_repeatable(node) or example_of(node).requires_grad or timeline.any_write_between(place, node):
             return False
         for one in node.all_input_nodes:
             # What a reader returns comes where its own pass is, which may be later.
-            written = timeline.write_between(one, node, place) or timeline.unplaced_write(one)
-            if written or one in self.readers or not self._is_there(one, place, early, steps - 1):
+            if timeline.unplaced_write(one) or one in self.readers or not self._is_there(one, place, early, steps - 1):
                 return False
         early[node] = None
         return True
