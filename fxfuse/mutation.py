@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
 import operator
@@ -178,6 +179,7 @@ class Timeline:
         self.region: dict[Node, Region] = {}
         self._region_ends: list[Node] = []
         self._writes: dict[int, list[tuple[int, Node, bool]]] = {}  # position, writer, certain
+        self._written_at: list[int] = []  # in order
         self._last_use: dict[Node, int] = {}
         region = Region()
         for position, node in enumerate(graph.nodes):
@@ -188,6 +190,8 @@ class Timeline:
                 self._region_ends.append(node)
             self.region[node] = region = following
             written = writes(node)
+            if written.arguments:
+                self._written_at.append(position)
             for key in {key for argument in written.arguments for key in storages(argument)}:
                 self._writes.setdefault(key, []).append((position, node, written.certain))
 
@@ -209,7 +213,7 @@ class Timeline:
     def any_write_between(self, place: Node, node: Node) -> bool:
         """Whether anything is written to from ``place`` on and before ``node``: arguments may share memory one day."""
         low, high = self.position[place], self.position[node]
-        return any(low <= position < high for writes in self._writes.values() for position, _, _ in writes)
+        return bisect.bisect_left(self._written_at, low) < bisect.bisect_left(self._written_at, high)
 
     def write_after(self, operand: Node, place: Node) -> Node | None:
         """A node from ``place`` on that changes ``operand``, which a backward would then find changed."""

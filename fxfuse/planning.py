@@ -179,7 +179,8 @@ class Planner:
     def _is_there(self, node: Node, place: Node, early: dict[Node, None], steps: int = MOST_STEPS) -> bool:
         """Whether a node comes before ``place``, or can be made anew there: then it is added to ``early``.
 
-        Not if it is more ``steps`` away from what comes before.
+        Not if it is more ``steps`` away from what comes before, or if anything is written to before it: where arguments
+        come to share memory, that may be what it is made of.
         """
         timeline = self.timeline
         if node in early or timeline.position[node] < timeline.position[place]:

@@ -449,6 +449,12 @@ def _largest_of_the_certain(s: World) -> Any:
     return lp.max(-1).values, exps.max(-1).values / exps.sum(-1) - 1, less.logsumexp(-1)
 
 
+def _weight_first_then_rows(s: World) -> Any:
+    z = (s.w.repeat(3, 1) @ s.x.flatten(0, 1).T).T
+    rows = z.view(*s.y.shape, -1)
+    return F.cross_entropy(rows.flatten(0, 1), s.y.flatten()), F.cross_entropy(z.unflatten(0, s.y.shape).mT, s.y)
+
+
 def _shifted_in_place(s: World) -> Any:
     z = s.z
     z -= s.x[..., :1]
@@ -1025,11 +1031,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
         torch.unflatten(s.zb.mT, 0, (-1, 1)).logsumexp(2),
         s.z.movedim(-1, 0).unflatten(-1, (1, TIME)).log_softmax(0).gather(0, s.y[None, :, None])[0],
     ),
-    "weight_first_then_rows": lambda s: tuple(
-        F.cross_entropy(z.view(*s.y.shape, -1).flatten(0, 1), s.y.flatten()) * 1 + F.cross_entropy(u.mT, s.y)
-        for z in [(s.w.repeat(3, 1) @ s.x.flatten(0, 1).T).T]
-        for u in [z.unflatten(0, s.y.shape)]
-    ),
+    "weight_first_then_rows": _weight_first_then_rows,
     "shifted_in_place": _shifted_in_place,
     "temperatures_in_class_dim_1": lambda s: (s.z.mT / s.x[..., 0].exp()[:, None]).logsumexp(1),
     "slice_and_bias_in_class_dim_1": lambda s: (s.z.mT[:, 2:9] * 2 + s.b[2:9, None]).logsumexp(1),

@@ -212,6 +212,57 @@ def test_labels_and_shifts_that_come_later_do_not_keep_readers_apart(name: str) 
     torch.testing.assert_close(outcome(compiled(program)), outcome(program))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_label_is_made_before_a_write_to_what_may_be_its_memory_one_day(shared: bool) -> None:
+    world = World.make()
+
+    def program(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.linear(x, w)
+        penalty = z.logsumexp(-1).square().mean()
+        ids.clamp_(max=3)
+        return ce(z, y.roll(-1)) + penalty
+
+    def outcome(f: Any, shared: bool) -> Any:
+        y = world.y.clone()
+        return f(world.x, world.w, y.view(y.shape) if shared else y.clone(), y)
+
+    f = compiled(program)
+    torch.testing.assert_close(outcome(f, False), outcome(program, False))
+    torch.testing.assert_close(outcome(f, shared), outcome(program, shared))
+
+
+def test_another_librarys_operator_with_a_name_of_pytorchs_is_called_once() -> None:
+    world, called = World.make(), []
+
+    @torch.library.custom_op("fxfuse_tests::roll", mutates_args=())
+    def roll(y: torch.Tensor) -> torch.Tensor:
+        called.append(y)
+        return torch.randint_like(y, VOCAB)
+
+    roll.register_fake(torch.empty_like)
+
+    def program(s: World) -> torch.Tensor:
+        z = s.z
+        penalty = z.logsumexp(-1).square().mean()
+        return ce(z, torch.ops.fxfuse_tests.roll(s.y)) + penalty
+
+    f = compiled(program)
+    f(world)
+    del called[:]
+    f(world)
+    assert len(called) == 1
+
+
+def test_labels_of_a_teacher_are_not_computed_twice() -> None:
+    def program(s: World) -> torch.Tensor:
+        z = s.z
+        penalty = z.logsumexp(-1).square().mean()
+        return ce(z, (s.x.detach().sigmoid() @ s.w.detach().sin().t()).lerp(s.c, 0.1).argmax(-1)) + penalty
+
+    nodes = captured(program, World.make()).graph.nodes
+    assert sum(node.target in ("sigmoid", torch.sigmoid) for node in nodes) == 1
+
+
 def test_readers_of_two_heads_share_one_pass() -> None:
     def program(s: World, mixed: bool) -> Any:
         one, other = s.zb.log_softmax(-1), F.linear(s.x, s.w.sin()).log_softmax(-1)

@@ -205,14 +205,8 @@ HEADS = ("linear", "matmul", "mm", "mv", "addmm", "einsum", "inner", "tensordot"
 JOINED = (
     *("entropies", "entropy_as_a_metric", "metrics_of_all", "result_as_class_weight", "row_shifts"),
     *("less_logits", "no_grad_entropy"),
-    *(
-        "less_their_largest",
-        "largest_of_the_certain",
-        "normalised_by_hand",
-        "normalised_in_steps",
-        "categorical",
-        "categorical_of_a_mask",
-    ),
+    *("less_their_largest", "largest_of_the_certain", "normalised_by_hand", "normalised_in_steps"),
+    *("categorical", "categorical_of_a_mask"),
     *("categorical_of_a_mask_after_a_softcap", "entropy_of_least_numbers"),
     *("probabilities_of_a_teacher", "jensen_shannon", "jensen_shannon_by_logaddexp", "jensen_shannon_of_probabilities"),
     *("skewed_divergence", "mixture_by_a_written_number", "weighed_by_another", "divergence_by_hand"),
