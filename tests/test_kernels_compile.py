@@ -206,6 +206,8 @@ CONFIGURATIONS = [
     (90, BF16, 16384, "all_options"),
     *((90, BF16, rows, "few_hidden") for rows in (512, 16384)),
     (90, BF16, 512, "plain"),
+    *((90, BF16, 256, kind) for kind in ("all_options", "few_hidden")),
+    (100, BF16, 256, "all_options"),
     (90, BF16, 16384, "softcap"),
     (90, BF16, 16384, "without_turns"),
     (90, BF16, 16384, "transposed"),
@@ -250,6 +252,7 @@ def test_compiles(
     has_entropy = kind.startswith("entropy")
     exponentials = {"exponentials_kernel", "exponentials_together_kernel"} & names
     assert bool(exponentials) == (made and dtype == BF16 and not has_entropy)
+    assert ("add_class_sums_kernel" in names) == (bool(exponentials) and rows == 256)
     in_large_tiles = machine.takes_turns and rows > 64 and kind != "few_hidden"
     assert ("exponentials_together_kernel" in exponentials) == (bool(exponentials) and in_large_tiles)
     for launch in launches:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import errors
 from ..compat import OpOverload
-from ..kernels.tiles import padded, row_block
+from ..kernels.tiles import adds_class_sums, padded, row_block
 from . import chunked, cuda, divergence_cuda, softmax_cuda
 from .contract import acc_dtype, stash_dtype
 from .divergence import linear_divergence as linear_divergence
@@ -145,13 +145,14 @@ def _linear_loss_fake(input: Tensor, weight: Tensor, *rest: Any, **_: Any) -> tu
 def _linear_loss_exponentials_fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *rest: Any, **_: Any
 ) -> tuple[Tensor, ...]:
-    c_class_sum = rest[-1]
+    c_lse, _, c_class_sum = rest[-3:]
     (rows, hidden), vocab, acc = input.shape, weight.shape[0], acc_dtype(input.dtype)
     block = row_block(input.device)
     most = -(-rows // block) * block
     sizes = (((), acc), ((most, padded(vocab)), input.dtype), ((most, hidden), input.dtype), ((most,), acc))
     lists = ((tuple(index.shape), acc), ((rows,), torch.int32), ((1,), torch.int32))
-    row_sum = ((0 if c_class_sum is None else hidden,), acc)
+    is_added = c_class_sum is None or adds_class_sums(input, index.shape[1], c_lse is not None)
+    row_sum = ((0 if is_added else hidden,), acc)
     return tuple(input.new_empty(shape, dtype=dtype) for shape, dtype in (*sizes, *lists, row_sum))
 
 

@@ -131,25 +131,25 @@ class _Gradients:
         if classes is not None and chunk == 0:
             call.finish_classes(rows, chunk, k.own, classes, total, d_bias)
 
-    def exponentials(self, listed: Listed, stats: Stats, up: Upstream) -> None:
+    def exponentials(self, listed: Listed, stats: Stats, up: Upstream, has_lse: bool) -> None:
         """The statistics and the gradients together, from scaled exponentials."""
         call = self.call
         rows = call.cut(listed, _rows_of_exponentials(call))
         sums = Sum(self.d_input, None), call.weight_sum(self.d_weight, rows.chunks)
         classes = call.classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
-        made = _Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
+        made = _Exponentials.begin(call, rows, stats, up, has_lse, None if classes is None else classes.rows)
         made.class_sums(up, self.need_weight)
         # The sums of the tiles are read before the parts of d_input are written.
         scratch = call.empty(max(call.parts_size(), call.sums_size(rows.most)))
         for chunk in range(rows.chunks):
             made.make(chunk, scratch)
             self.from_exponentials(made, chunk, sums, classes, scratch)
-        self.finish_class_sums(up)
+        self.finish_class_sums(made)
 
-    def finish_class_sums(self, up: Upstream) -> None:
-        if self.need_bias and up.class_sum is not None:
+    def finish_class_sums(self, made: _Exponentials) -> None:
+        if self.need_bias and made.rank_one is not None:
             c = 1.0 if self.call.class_weight is None else self.call.class_weight
-            self.d_bias += up.class_sum.sum() * self.call.scale * c
+            self.d_bias += made.rank_one[0].sum() * self.call.scale * c
 
 
 class Kept(NamedTuple):
@@ -161,7 +161,7 @@ class Kept(NamedTuple):
     own: Tensor  # [N, K] float32
     order: Tensor  # [N] int32
     length: Tensor  # [1] int32
-    row_sum: Tensor  # [D] float32: the sum of the classes' weights; empty without class sums
+    row_sum: Tensor  # [D] float32: the sum of the classes' weights; empty if e has what class sums give
 
 
 @dataclasses.dataclass
@@ -177,7 +177,7 @@ class _Exponentials:
     offset: Tensor | None = None
     slope: Tensor | None = None
     bad: Bad | None = None
-    # What class sums give: the sum over the classes is linear, so that is a matrix of rank one.
+    # What class sums give, if it is not added to the exponentials: a matrix of rank one, as they are linear.
     bias_sum: Tensor | None = None
     rank_one: tuple[Tensor, Tensor] | None = None
     weight_row: Tensor | None = None
@@ -185,11 +185,18 @@ class _Exponentials:
     undo: Tensor | None = None
 
     @classmethod
-    def begin(cls, call: Call, rows: Rows, stats: Stats, up: Upstream, shared: Tensor | None = None) -> _Exponentials:
-        """``shared [most, D]`` float32 is memory that ``make`` may use for bad rows: what it holds is lost."""
+    def begin(
+        cls, call: Call, rows: Rows, stats: Stats, up: Upstream, has_lse: bool, shared: Tensor | None = None
+    ) -> _Exponentials:
+        """``has_lse`` says whether the loss has coefficients of the log-sum-exp itself.
+
+        ``shared [most, D]`` float32 is memory that ``make`` may use for bad rows: what it holds is lost.
+        """
         gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
         e = call.empty(rows.most, tiles.padded(call.vocab), dtype=call.input.dtype)
-        row_sum = call.empty(0) if up.class_sum is None else call.weighted_sum(call.weight, call.class_weight)
+        row_sum = call.empty(0)
+        if up.class_sum is not None and not tiles.adds_class_sums(call.input, call.index.shape[1], has_lse):
+            row_sum = call.weighted_sum(call.weight, call.class_weight)
         own = torch.zeros_like(up.picked)
         kept = Kept(e, gathered, call.empty(rows.most), own, rows.order, rows.length, row_sum)
         bad_rows = torch.empty_like(gathered)
@@ -200,8 +207,8 @@ class _Exponentials:
         return cls(call, rows, kept, stats, up, call.empty(rows.most), slope, call.no_bad(rows, bad_rows))
 
     def class_sums(self, up: Upstream, need_weight: bool) -> None:
-        """Prepare what class sums give, to their statistic and to the gradients."""
-        if up.class_sum is None:
+        """Prepare what class sums give, to their statistic and to the gradients, if exponentials do not have it."""
+        if up.class_sum is None or not self.kept.row_sum.numel():
             return
         call = self.call
         self.rank_one = up.class_sum, self.kept.row_sum * call.scale
@@ -212,14 +219,14 @@ class _Exponentials:
     def make(self, chunk: int, scratch: Tensor) -> None:
         call, k = self.call, self.kept
         assert self.offset is not None and self.bad is not None
-        row_sum = k.row_sum if self.stats.class_sum.numel() else None
+        row_sum = k.row_sum if k.row_sum.numel() else None
         call.gather(
             self.rows, chunk, k.gathered, self.stats.picked, self.offset, row_sum, self.bias_sum,
             self.stats.class_sum,
         )  # fmt: skip
         call.exponentials_of(
             self.rows, chunk, k.gathered, self.offset, k.e[:, : call.vocab], scratch, self.up, self.stats, self.slope,
-            k.factor, k.own, self.bad,
+            k.factor, k.own, self.bad, self.up.class_sum is not None and row_sum is None,
         )  # fmt: skip
 
 
@@ -331,7 +338,7 @@ def linear_loss(
     stats = call.unset_stats(want_class_sum)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
     if any(needs) and suits_exponentials(call.input.dtype, call.index.shape[1], want_class_sum, call.transform):
-        grads.exponentials(listed, stats, up)
+        grads.exponentials(listed, stats, up, c.lse is not None)
     else:
         call.stats(listed, stats)
         if any(needs):
@@ -345,7 +352,7 @@ def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
     """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
     listed, up = call.listed_by_coefficients(c)
     stats = call.unset_stats(c.class_sum is not None)
-    made = _Exponentials.begin(call, call.cut(listed, call.rows), stats, up)
+    made = _Exponentials.begin(call, call.cut(listed, call.rows), stats, up, c.lse is not None)
     made.class_sums(up, need_weight=False)
     made.make(0, call.empty(call.sums_size(made.rows.most)))
     return call.loss(stats, c), made.kept
@@ -371,7 +378,7 @@ def kept_gradients(
     classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
     sums = Sum(grads.d_input, None), Sum(grads.d_weight, None)
     grads.from_exponentials(made, 0, sums, classes, call.parts())
-    grads.finish_class_sums(up)
+    grads.finish_class_sums(made)
     return grads.results()
 
 

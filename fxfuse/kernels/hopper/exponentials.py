@@ -14,37 +14,47 @@ import triton.language as tl
 
 from ..logits import grouped
 from .schedule import LOG2E, begin, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
+from .stats import class_sum_of
 
 # exp2 of more than this is not stored: E must be finite, also where the row's sum tells that it is of no use.
 CEILING = tl.constexpr(100.0)
 # Sums between these keep E, and E times a factor of common size, in the normal range of float32 and bfloat16.
 LEAST_SUM, MOST_SUM = tl.constexpr(2.0**-60), tl.constexpr(2.0**80)
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(2.0**-105), tl.constexpr(2.0**60)
+# What class sums add to E, in its range.
+MOST_ADDED = tl.constexpr(2.0**100)
 
 
 @triton.jit
 def exponentials_of(
     z, bias, col, scale, shift, vocab, SCALED: tl.constexpr, TRANSFORM: tl.constexpr, EVEN_VOCAB: tl.constexpr
 ):
-    """The exponentials of products ``z [BM, W]``, 0 past the vocabulary, and these times the transform's derivative."""
+    """Of products ``z [BM, W]`` exponentials, 0 past the vocabulary, these times the transform's derivative, logits."""
     z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
     # A NaN becomes the ceiling here, and comes back when the row is done anew.
     p = tl.exp2(tl.minimum(exponent(z, shift[:, None]), CEILING))
     if not EVEN_VOCAB:
         p = tl.where((col < vocab)[None, :], p, 0.0)
-    return p, p * slope
+    return p, p * slope, z
 
 
 @triton.jit
 def _store_half(
-    e, z, bias, scale, shift, vocab, tile_row, tile_col, SCALED: tl.constexpr, TRANSFORM: tl.constexpr,
-    EVEN_VOCAB: tl.constexpr, WIDTH: tl.constexpr,
+    e, z, bias, class_weight, part_class_sum, scale, shift, vocab, tile_row, tile_col, SCALED: tl.constexpr,
+    TRANSFORM: tl.constexpr, EVEN_VOCAB: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the exponentials of half a tile, times the derivative of the transform; return the sums without it."""
+    """Store the exponentials of half a tile, times the derivative of the transform.
+
+    Return the sums of exponentials without it, and those of logits if they are wanted.
+    """
     col = tile_col + tl.arange(0, WIDTH)
-    p, weighted = exponentials_of(z, bias, col, scale, shift, vocab, SCALED, TRANSFORM, EVEN_VOCAB)
+    p, weighted, z = exponentials_of(z, bias, col, scale, shift, vocab, SCALED, TRANSFORM, EVEN_VOCAB)
     e.store([tile_row, tile_col], weighted.to(e.dtype))
-    return tl.sum(p, 1)
+    s = tl.sum(p, 1)
+    class_sum = s
+    if part_class_sum is not None:
+        class_sum = class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
+    return s, class_sum
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "programs"])
@@ -55,7 +65,9 @@ def exponentials_kernel(
     bias,  # [V] or None
     offset,  # [most] float32
     length,  # [1] int32
+    class_weight,  # [V] float32, or None for ones
     part_sum,  # [tiles of V, most] float32, out
+    part_class_sum,  # the same for the sums of logits, or None
     scale,
     chunk,
     most,
@@ -86,22 +98,42 @@ def exponentials_kernel(
         shift = tl.load(offset + row) * LOG2E
         z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
         left, right = left_and_right(z, BM, BN)
-        s = _store_half(e, left, bias, scale, shift, vocab, tile_row, tile_col, SCALED, TRANSFORM, EVEN_VOCAB, HALF)
-        s += _store_half(
-            e, right, bias, scale, shift, vocab, tile_row, tile_col + HALF, SCALED, TRANSFORM, EVEN_VOCAB, HALF
-        )
-        tl.store(part_sum + column.to(tl.int64) * most + row, s)
+        s, class_sum = _store_half(
+            e, left, bias, class_weight, part_class_sum, scale, shift, vocab, tile_row, tile_col, SCALED, TRANSFORM,
+            EVEN_VOCAB, HALF,
+        )  # fmt: skip
+        more_s, more_class_sum = _store_half(
+            e, right, bias, class_weight, part_class_sum, scale, shift, vocab, tile_row, tile_col + HALF, SCALED,
+            TRANSFORM, EVEN_VOCAB, HALF,
+        )  # fmt: skip
+        at = column.to(tl.int64) * most + row
+        tl.store(part_sum + at, s + more_s)
+        if part_class_sum is not None:
+            tl.store(part_class_sum + at, class_sum + more_class_sum)
+
+
+@triton.jit
+def _over_tiles(parts, row, there, most, tiles, BLOCK: tl.constexpr):
+    """The sums over the tiles of ``parts [tiles, most]``."""
+    sums = tl.zeros((BLOCK, row.shape[0]), tl.float32)
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        at = tile.to(tl.int64)[:, None] * most + row[None, :]
+        sums += tl.load(parts + at, mask=(tile < tiles)[:, None] & there[None, :], other=0.0)
+    return tl.sum(sums, 0)
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "indexed", "tiles"])
 def finish_kernel(
     part_sum,  # [tiles, most] float32
+    part_class_sum,  # the same, or None
     offset,  # [most] float32
     index,  # [N, K] int64
     order,  # [N] int32
     length,  # [1] int32
     g_lse,  # [N] float32
     g_picked,  # [N, K] float32
+    g_class_sum,  # [N] float32, if there is ``part_class_sum``
     picked,  # [N, K] float32
     slope,  # [N, K] float32: the derivative of the transform there, or None for 1
     e,  # [most, V]: zeroed at the indexed classes
@@ -110,6 +142,7 @@ def finish_kernel(
     factor,  # [most] float32, out
     lse,  # [N] float32, out
     log_prob,  # [N, K] float32, out
+    class_sum,  # [N] float32, out, if there is ``part_class_sum``
     bad_order,  # [most] int32, out: the rows of N whose offset was bad, in any order
     bad_length,  # [1] int32: their number is added
     bad_row,  # [most] int32, out: the same as rows of the chunk
@@ -139,16 +172,15 @@ def finish_kernel(
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     there = row < rows
     source = tl.load(order + start + row, mask=there, other=0).to(tl.int64)
-    sums = tl.zeros((BLOCK_TILES, BLOCK_ROWS), tl.float32)
-    for first in range(0, tiles, BLOCK_TILES):
-        tile = first + tl.arange(0, BLOCK_TILES)
-        at = tile.to(tl.int64)[:, None] * most + row[None, :]
-        sums += tl.load(part_sum + at, mask=(tile < tiles)[:, None] & there[None, :], other=0.0)
-    s = tl.sum(sums, 0)
+    s = _over_tiles(part_sum, row, there, most, tiles, BLOCK_TILES)
     c = tl.load(offset + row, mask=there, other=0.0)
     v = tl.load(g_lse + source, mask=there, other=0.0) / s
     small = (tl.abs(v) >= LEAST_FACTOR) & (tl.abs(v) <= MOST_FACTOR)
     usable = (s >= LEAST_SUM) & (s <= MOST_SUM) & (small | (v == 0))
+    if part_class_sum is not None:
+        g_sum = tl.load(g_class_sum + source, mask=there, other=0.0)
+        usable = usable & (tl.abs(g_sum) <= tl.abs(v) * MOST_ADDED)
+        tl.store(class_sum + source, _over_tiles(part_class_sum, row, there, most, tiles, BLOCK_TILES), mask=there)
     log_s = tl.log(s)
     for k in range(indexed):
         at = source * indexed + k
@@ -190,3 +222,40 @@ def finish_kernel(
         at = row.to(tl.int64)[:, None] * hidden + d[None, :]
         x = tl.load(gathered + at, mask=inside, other=0.0)
         tl.store(gathered + at, (x.to(tl.float32) * v[:, None]).to(x.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["chunk", "most"])
+def add_class_sums_kernel(
+    e,  # [most, V]
+    factor,  # [most] float32
+    g_class_sum,  # [N] float32
+    class_weight,  # [V] float32, or None for ones
+    order,  # [N] int32
+    length,  # [1] int32
+    scale,
+    chunk,
+    most,
+    vocab,
+    e_row,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add to a chunk's E what class sums give to the gradient of its logits, which is E times the factors after it."""
+    begin(PDL)
+    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    if tl.program_id(1) * BLOCK_ROWS >= rows:
+        return
+    there = row < rows
+    source = tl.load(order + start + row, mask=there, other=0)
+    g = tl.load(g_class_sum + source, mask=there, other=0.0) * scale
+    v = tl.load(factor + row, mask=there, other=1.0)
+    added = tl.where(g == 0, 0.0, g / v)[:, None]
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if class_weight is not None:
+        added *= tl.load(class_weight + col, mask=col < vocab, other=0.0)[None, :]
+    at = e + row.to(tl.int64)[:, None] * e_row + col[None, :]
+    mask = there[:, None] & (col < vocab)[None, :]
+    tl.store(at, (tl.load(at, mask=mask, other=0.0).to(tl.float32) + added).to(e.dtype.element_ty), mask=mask)

@@ -7,7 +7,7 @@ from torch import Tensor
 from ....ops.contract import Upstream
 from ... import tiles
 from ..dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
-from ..exponentials import exponentials_kernel, finish_kernel
+from ..exponentials import add_class_sums_kernel, exponentials_kernel, finish_kernel
 from .operands import Bad, Rows, Stats, describe, describe_stored, kernel_for, rows_of_warpgroup
 from .statistics import Statistics
 
@@ -27,15 +27,17 @@ class GradientsOfLogits(Statistics):
         factor: Tensor,
         own: Tensor,
         bad: Bad,
+        with_class_sums: bool,
     ) -> None:
         """Write exponentials to ``e`` and statistics to ``out``, and scale ``gathered`` by ``factor``.
 
-        After it ``factor[:, None] * e`` is the gradient of the chunk's logits but for what class sums give, and for
-        that of indexed logits, which is in ``own [N, K]`` instead.
+        After it ``factor[:, None] * e`` is the gradient of the chunk's logits but for that of indexed logits, which is
+        in ``own [N, K]`` instead, and, unless ``with_class_sums``, for what class sums give; nor are these made then.
         """
         tile = tiles.described("exponentials", self.input)
         columns = tiles.cdiv(self.vocab, tile.vocab)
         programs = min(self.programs * tile.slots, rows.most // tile.rows * columns)
+        part_class_sum = self.scratch(columns, rows.most) if with_class_sums else None
         self.launch(
             self.signature,
             kernel_for(exponentials_kernel, tile),
@@ -46,7 +48,9 @@ class GradientsOfLogits(Statistics):
             self.bias,
             offset,
             rows.length,
+            self.class_weight,
             scratch,
+            part_class_sum,
             self.scale,
             chunk,
             rows.most,
@@ -62,12 +66,14 @@ class GradientsOfLogits(Statistics):
             finish_kernel,
             (tiles.cdiv(rows.most, 8),),
             scratch,
+            part_class_sum,
             offset,
             self.index,
             rows.order,
             rows.length,
             up.lse,
             up.picked,
+            up.class_sum if with_class_sums else None,
             out.picked,
             slope,
             e,
@@ -76,6 +82,7 @@ class GradientsOfLogits(Statistics):
             factor,
             out.lse,
             out.log_prob,
+            out.class_sum if with_class_sums else None,
             bad.order,
             bad.length[chunk],
             bad.row,
@@ -96,7 +103,7 @@ class GradientsOfLogits(Statistics):
         )
         # Where there are no bad rows, these launches find that out.
         again = Rows(bad.order, bad.length[chunk], rows.most, 1)
-        # Class sums are linear, and have been made.
+        # Class sums do not depend on offsets.
         self.stats_of(again, 0, bad.gathered, out._replace(class_sum=self.empty(0)))
         tile = tiles.described("dlogits", self.input, turns=False)
         self.launch(
@@ -125,6 +132,27 @@ class GradientsOfLogits(Statistics):
             **self.logits_options(),
             **self.launch_options(tile, flatten=False),
         )
+        if with_class_sums:
+            self.launch(
+                self.signature,
+                add_class_sums_kernel,
+                (tiles.cdiv(self.vocab, 1024), tiles.cdiv(rows.most, 16)),
+                e,
+                factor,
+                up.class_sum,
+                self.class_weight,
+                rows.order,
+                rows.length,
+                self.scale,
+                chunk,
+                rows.most,
+                self.vocab,
+                e.stride(0),
+                BLOCK_ROWS=16,
+                BLOCK=1024,
+                ROWS=self.row_block,
+                num_warps=8,
+            )
 
     def dlogits_of(
         self,

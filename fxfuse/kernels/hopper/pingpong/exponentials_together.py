@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...logits import grouped
 from ..exponentials import exponentials_of
 from ..schedule import LOG2E, begin, chunk_bounds
+from ..stats import class_sum_of
 from .exponentials import store_half
 from .ring import BLOCK, half
 from .together import WIDTH, begin_product, end_product, load_product, ring_of_shared
@@ -37,9 +38,10 @@ def _load(
 
 @gluon.jit
 def _make(
-    e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, lead,
-    staged, WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr,
-    EVEN_VOCAB: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    e, bias, offset, length, class_weight, part_sum, part_class_sum, scale, chunk, most, vocab, hidden, programs,
+    x_tiles, w_tiles, full, empty, lead, staged, WARPGROUP: gl.constexpr, SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
     row_blocks = gl.cdiv(rows, BLOCK)
@@ -66,15 +68,21 @@ def _make(
         )  # fmt: skip
         round += 1  # noqa: SIM113
         s = gl.zeros([HALF], gl.float32, by_row)
+        class_sum = s
         for i in gl.static_range(PARTS):
             tile_col = column * WIDTH + i * PART
             col = tile_col + gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
-            p, weighted = exponentials_of(
+            p, weighted, of_part = exponentials_of(
                 half(half(z, i // 2 == 1), i % 2 == 1), bias, col, scale, shift, vocab, SCALED, TRANSFORM, EVEN_VOCAB
             )
             s += gl.sum(p, 1)
+            if part_class_sum is not None:
+                class_sum += class_sum_of(of_part, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
             store_half(e, weighted, staged.index(2 * WARPGROUP + i % 2), first_row, tile_col)
-        gl.store(part_sum + column.to(gl.int64) * most + row, s)
+        at = column.to(gl.int64) * most + row
+        gl.store(part_sum + at, s)
+        if part_class_sum is not None:
+            gl.store(part_class_sum + at, class_sum)
     tma.store_wait(0)
 
 
@@ -86,7 +94,9 @@ def exponentials_together_kernel(
     bias,
     offset,
     length,
+    class_weight,
     part_sum,  # [tiles of V, most] float32, out
+    part_class_sum,  # the same for the sums of logits, or None
     scale,
     chunk,
     most,
@@ -109,12 +119,14 @@ def exponentials_together_kernel(
     gl.warp_specialize(
         [
             (_make, (
-                e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
-                empty, lead, staged, 0, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, GROUP, STAGES, ROWS,
+                e, bias, offset, length, class_weight, part_sum, part_class_sum, scale, chunk, most, vocab, hidden,
+                programs, x_tiles, w_tiles, full, empty, lead, staged, 0, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB,
+                BK, GROUP, STAGES, ROWS,
             )),
             (_make, (
-                e, bias, offset, length, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
-                empty, lead, staged, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, GROUP, STAGES, ROWS,
+                e, bias, offset, length, class_weight, part_sum, part_class_sum, scale, chunk, most, vocab, hidden,
+                programs, x_tiles, w_tiles, full, empty, lead, staged, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB,
+                BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
                 x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
