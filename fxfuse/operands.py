@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import compat, errors
 from .algebra import Head
 
-# One for each class of a vocabulary. Reading far apart is what they cost: microseconds on a GPU, 6 ns each on a CPU.
+# One for each class of a vocabulary. Reading far apart is what they cost: microseconds on a GPU, 2 to 12 ns each else.
 _MOST_SAMPLES = 1 << 19
 _IN_PLACE = "it was changed in place"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
