@@ -37,10 +37,10 @@ def _fresh() -> Iterator[None]:
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, vocab: int = V, hidden: int = D) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(V, D)
-        self.lm_head = torch.nn.Linear(D, V, bias=False)
+        self.embed = torch.nn.Embedding(vocab, hidden)
+        self.lm_head = torch.nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.embed(ids))
@@ -109,6 +109,35 @@ def test_modules_that_are_read_alike_are_one_row() -> None:
     (head,) = heads_of(report_of(run))
     assert (head.count, head.graphs, head.bytes_saved) == (3, 1, 3 * 8 * BYTES)
     assert [read.count for read in head.fused_reads] == [3]
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_modules_with_different_rows_have_what_each_needs_most(read: bool) -> None:
+    def run() -> None:
+        for rows in (4, 6, 32):
+            torch._dynamo.reset()  # else the next would run what the first has compiled
+            model = compiled(Model())
+            for some in (rows, rows // 2):
+                z = model(y := ids(some))
+                z.sort() if read else F.cross_entropy(z, y)
+
+    (head,) = heads_of(report_of(run))
+    assert (head.count, head.bytes) == (3, (4 + 6 + 32) * BYTES)
+    sums = totals([head])
+    assert (sums.saved, sums.computed) == ((0, head.bytes) if read else (head.bytes, 0))
+
+
+@pytest.mark.parametrize("shapes", [[(V, D), (2 * V, D)], [(2 * V, D), (V, D)], [(V, D), (V, 2 * D)]])
+def test_heads_of_different_sizes_are_not_alike(shapes: list[tuple[int, int]]) -> None:
+    def run() -> None:
+        for vocab, hidden in shapes:
+            F.cross_entropy(compiled(Model(vocab, hidden))(y := ids()), y)
+
+    report = report_of(run)
+    assert [(h.site.vocab, h.site.hidden, h.count, h.bytes) for h in heads_of(report)] == [
+        (vocab, hidden, 1, 8 * 4 * vocab) for vocab, hidden in shapes
+    ]
+    assert "alike" not in told(report) and all(f"8 x {hidden} → {vocab}" in told(report) for vocab, hidden in shapes)
 
 
 def test_a_weight_that_is_computed_is_no_other_head_in_every_call() -> None:

@@ -27,7 +27,7 @@ class Head:
         count: how many are alike, and were read alike.
         reads: where their deferred logits cost memory after all; each place once.
         fused_reads: where these were read and did not; each place once.
-        bytes_saved: what was not built for these; 0 where logits were computed after all, None where it is not known.
+        bytes: that no graph built for these; None where it is not known.
     """
 
     site: Site
@@ -37,7 +37,12 @@ class Head:
     count: int
     reads: tuple[Read, ...]
     fused_reads: tuple[FusedRead, ...]
-    bytes_saved: int | None
+    bytes: int | None
+
+    @property
+    def bytes_saved(self) -> int | None:
+        """What was not built at all: 0 where logits were computed after all, None where it is not known."""
+        return 0 if self.is_computed else self.bytes
 
     @property
     def is_computed(self) -> bool:
@@ -65,7 +70,8 @@ def heads_of(report: Report) -> list[Head]:
             code = site.reason.code if site.reason else ""
             # Whose weight is known is that head in whatever function; else only what is compiled again is the same.
             function = () if site.weights else (graph.compile_id.partition("/")[0], graph.function)
-            key = (function, site.status, site.where, site.module, site.pattern, site.dtype, site.variant, code)
+            shape = (site.hidden, site.vocab, site.dtype)
+            key = (function, site.status, site.where, site.module, site.pattern, *shape, site.variant, code)
             groups.setdefault(key, []).append(_Seen(compilation, graph, index, site))
     return [head for group in groups.values() for head in _alike(report, group)]
 
@@ -78,7 +84,7 @@ def totals(heads: Iterable[Head]) -> Totals:
     return Totals(
         counts,
         saved=sum(head.bytes_saved or 0 for head in heads),
-        computed=sum(head.count * (head.site.bytes_saved or 0) for head in heads if head.is_computed),
+        computed=sum(head.bytes or 0 for head in heads if head.is_computed),
         unknown=sum(head.count for head in heads if head.bytes_saved is None),
     )
 
@@ -112,7 +118,7 @@ def _alike(report: Report, group: Sequence[_Seen]) -> Iterator[Head]:
     weights = dict.fromkeys(weight for seen in group for weight in seen.site.weights)
     unknown = None in {read.weight for read in reads} | {read.weight for read in fused}
     if unknown or not weights:  # then they cannot be told apart
-        yield _head(group, 1, reads, fused)
+        yield _head(group, (), reads, fused)
         return
     together: dict[object, list[int]] = {}
     for weight in weights:
@@ -122,34 +128,36 @@ def _alike(report: Report, group: Sequence[_Seen]) -> Iterator[Head]:
     for some in together.values():
         yield _head(
             [seen for seen in group if set(some) & set(seen.site.weights)],
-            len(some),
+            some,
             [read for read in reads if read.weight in some],
             [read for read in fused if read.weight in some],
         )
 
 
-def _head(group: Sequence[_Seen], weights: int, reads: Sequence[Read], fused: Sequence[FusedRead]) -> Head:
+def _head(group: Sequence[_Seen], weights: Sequence[int], reads: Sequence[Read], fused: Sequence[FusedRead]) -> Head:
     last = group[-1]
     by_compilation: dict[int, list[Site]] = {}
     for seen in group:
         by_compilation.setdefault(seen.compilation, []).append(seen.site)
-    sizes = [[site.bytes_saved for site in sites] for sites in by_compilation.values()]
-    known = [[size for size in some if size is not None] for some in sizes]
-    most = max(map(len, sizes))
-    count = max(weights, most)
-    # Of several modules that share compiled code, each has what one graph shows.
-    saved = max(map(sum, known)) if count == most else count * max(max(some, default=0) for some in known)
-    computed = any(read.kind in COMPUTED for read in reads)
+    # Each of several modules that share compiled code has what its own sites show, compiled for most rows.
+    of_each = [
+        max(sum(_bytes(site) for site in sites if weight in site.weights) for sites in by_compilation.values())
+        for weight in weights
+    ] or [max(sum(map(_bytes, sites)) for sites in by_compilation.values())]
     return Head(
         site=last.site,
         graph=last.graph,
         index=last.index,
         graphs=len(by_compilation),
-        count=count,
+        count=max(len(weights), *map(len, by_compilation.values())),
         reads=_once(reads, lambda read: (read.kind, read.where)),
         fused_reads=_once(fused, lambda read: (read.chain, read.where)),
-        bytes_saved=0 if computed else saved if known == sizes else None,
+        bytes=sum(of_each) if all(seen.site.bytes_saved is not None for seen in group) else None,
     )
+
+
+def _bytes(site: Site) -> int:
+    return site.bytes_saved or 0
 
 
 R = TypeVar("R", bound=Read | FusedRead)
