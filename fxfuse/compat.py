@@ -53,6 +53,11 @@ def is_known(size: Any) -> bool:
     return isinstance(size, int) or getattr(size.node, "hint", None) is not None
 
 
+def is_autocast_enabled(device: str) -> bool:
+    """Whether autocast is enabled for a kind of device; for one that has none, PyTorch's own question raises."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def is_plain(example: Any) -> bool:
     """Whether an example value stands for an ordinary strided tensor: no subclass, wrapper or exotic layout."""
     plain = type(example) in (FakeTensor, Tensor, torch.nn.Parameter)

@@ -286,7 +286,7 @@ def _apply_locked(
             reader_of=deferred[0]._deferred.origin.reader_of,
             entries_of=_entries,
             grad=torch.is_grad_enabled(),
-            autocast=torch.is_autocast_enabled(deferred[0].device.type),
+            autocast=compat.is_autocast_enabled(deferred[0].device.type),
         )
         with torch._C.DisableTorchFunctionSubclass():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import errors
 from .algebra import Head, Logits
-from .compat import forward_ad_active, is_plain, transform_active
+from .compat import forward_ad_active, is_autocast_enabled, is_plain, transform_active
 from .eager import EMIT
 from .ops.contract import SUPPORTED_DTYPES
 from .passes import compute
@@ -170,7 +170,7 @@ def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step]
     value: Any = Logits(head, shape, len(shape) - 1, dtype, grad, trail=("linear",))
     try:
         out = torch.empty(0, dtype=_out_dtype(dtype, input, steps), device="meta")
-        autocast = torch.is_autocast_enabled(input.device.type)
+        autocast = is_autocast_enabled(input.device.type)
         for function, args, options in steps:
             call = Call(function.__name__, out, lambda handle: handle, autocast=autocast)
             value = TABLE[function](call, (value, *args), options)
@@ -182,7 +182,7 @@ def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step]
 
 def _out_dtype(dtype: torch.dtype, input: Tensor, steps: list[_Step]) -> torch.dtype:
     """The dtype that ``steps`` turn logits of ``dtype`` into."""
-    if not torch.is_autocast_enabled(input.device.type):
+    if not is_autocast_enabled(input.device.type):
         return dtype
 
     def single(t: Any) -> Any:
@@ -205,7 +205,7 @@ def _logits_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.d
     operands = [t for t in (input, weight, bias) if t is not None]
     device = input.device.type
     dtypes = {t.dtype for t in operands}
-    if torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
+    if is_autocast_enabled(device) and torch.float64 not in dtypes:
         dtypes = {torch.get_autocast_dtype(device)}
     dtype = dtypes.pop()
     return dtype if not dtypes and dtype in SUPPORTED_DTYPES else None

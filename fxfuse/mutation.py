@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from .compat import is_known, operator_tags, schemas, storage, version
+from .compat import is_autocast_enabled, is_known, operator_tags, schemas, storage, version
 
 _INPLACE_OPERATORS = frozenset(
     (
@@ -144,18 +144,31 @@ class Region(NamedTuple):
 
     Attributes:
         levels: how many ``torch.func`` transforms are around them.
-        autocast: the ``torch.autocast`` contexts that were entered since the graph began, from the outermost on: their
-            kinds of device, and whether they enable it.
+        autocast: the ``torch.autocast`` contexts that were entered since the graph began, from the outermost on: the
+            arguments of each, of which the first is a kind of device.
+        grad: grad mode, last, and those that leaving the ``torch.inference_mode`` contexts around returns to.
     """
 
-    number: int = 0
-    levels: int = 0
-    autocast: tuple[tuple[str, bool], ...] = ()
+    number: int
+    levels: int
+    autocast: tuple[tuple[Any, ...], ...]
+    grad: tuple[bool, ...]
+
+    @classmethod
+    def around(cls) -> Region:
+        """What is around the caller, and so around the graph."""
+        return cls(0, 0, (), (torch.is_grad_enabled(),))
+
+    def autocast_of(self, device: str) -> tuple[Any, ...]:
+        """The arguments of the ``torch.autocast`` for a kind of device."""
+        entered = (given for given in reversed(self.autocast) if given[0] == device)
+        on = is_autocast_enabled(device)
+        return next(entered, (device, torch.get_autocast_dtype(device) if on else None, on, None))
 
     def has_autocast(self, device: str) -> bool:
-        """Whether autocast is enabled for a kind of device; what is around the graph is what is around the caller."""
-        around = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        return next((enabled for kind, enabled in reversed(self.autocast) if kind == device), around)
+        """Whether autocast is enabled for a kind of device."""
+        given = self.autocast_of(device)
+        return len(given) < 3 or bool(given[2])
 
 
 def _region_after(node: Node, region: Region) -> Region:
@@ -163,12 +176,18 @@ def _region_after(node: Node, region: Region) -> Region:
     inner = name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
     if not (inner or name == "_set_grad_enabled" or "_enter_" in name or "_exit_" in name):
         return region
-    autocast = region.autocast
+    autocast, grad = region.autocast, region.grad
     if name == "_enter_autocast":
-        autocast = (*autocast, (str(node.args[0]), len(node.args) < 3 or bool(node.args[2])))
+        autocast = (*autocast, node.args)
     elif name == "_exit_autocast":
         autocast = autocast[:-1]
-    return Region(region.number + 1, region.levels + inner, autocast)
+    elif name == "_set_grad_enabled":
+        grad = (*grad[:-1], bool(node.args[0]))
+    elif name == "_enter_inference_mode":
+        grad = (*grad, grad[-1] and not node.args[0])
+    elif name == "_exit_inference_mode":
+        grad = grad[:-1]
+    return Region(region.number + 1, region.levels + inner, autocast, grad)
 
 
 class Timeline:
@@ -181,7 +200,7 @@ class Timeline:
         self._writes: dict[int, list[tuple[int, Node, bool]]] = {}  # position, writer, certain
         self._written_at: list[int] = []  # in order
         self._last_use: dict[Node, int] = {}
-        region = Region()
+        region = Region.around()
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
             self._last_use.update(dict.fromkeys(node.all_input_nodes, position))

@@ -659,3 +659,14 @@ def test_inside_a_compiled_function(device: str, backend: str) -> None:
     torch.testing.assert_close(
         value_and_grads(compiled_step, p.input, p.weight), value_and_grads(step, p.input, p.weight)
     )
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs, linear_logsumexp])
+def test_tensors_without_data(function: Any) -> None:
+    """Autocast knows no meta device, and raises if it is asked."""
+    x, w = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (4, 50))
+    rest = () if function is linear_logsumexp else (torch.empty(4, dtype=torch.long, device="meta"),)
+    out = function(x, w, *rest)
+    out.sum().backward()
+    assert out.shape == (() if function is linear_cross_entropy else (4,)) and out.is_meta
+    assert x.grad is not None and x.grad.shape == x.shape and w.grad is not None and w.grad.shape == w.shape

@@ -6,7 +6,7 @@ A head is its projection, what is derived of the logits and what reads them; its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from .. import compat
+from ..mutation import Timeline
 from .source import function_name
 
 if TYPE_CHECKING:
@@ -137,11 +138,13 @@ def _cut(candidate: Candidate, in_checkpoint: bool) -> Cut:
             copies[node] = compat.hint(example) if isinstance(example, torch.SymInt) else example
     modes: list[Mode] = []
     parts: dict[Node, int] = {}
-    for node, mode in _with_modes(graph, operands[0].device.type):
+    region = Timeline(graph).region
+    for node in graph.nodes:
         if node in inside:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
             # Without its meta, which holds the example values of all of the graph.
             copies[node] = own.create_node(node.op, node.target, args, kwargs)
+            mode = Mode(region[node].grad[-1], region[node].autocast_of(operands[0].device.type))
             if not modes or mode != modes[-1]:
                 modes.append(mode)
             parts[copies[node]] = len(modes) - 1
@@ -195,23 +198,3 @@ def _operand(example: Tensor, users: Sequence[Node], classes: int) -> Operand:
         example.requires_grad,
         below,
     )
-
-
-def _with_modes(graph: Graph, device: str) -> Iterator[tuple[Node, Mode]]:
-    """Every node, in order, with the mode that it runs in on such a device."""
-    on = torch.is_autocast_enabled(device)
-    autocasts = [(device, torch.get_autocast_dtype(device) if on else None, on, None)]
-    grad = [torch.is_grad_enabled()]
-    for node in graph.nodes:
-        name = function_name(node)
-        if name == "_enter_autocast":
-            autocasts.append(node.args if node.args[0] == device else autocasts[-1])
-        elif name == "_exit_autocast":
-            autocasts.pop()
-        elif name == "_set_grad_enabled":
-            grad[-1] = bool(node.args[0])
-        elif name == "_enter_inference_mode":
-            grad.append(grad[-1] and not node.args[0])
-        elif name == "_exit_inference_mode":
-            grad.pop()
-        yield node, Mode(grad[-1], autocasts[-1])
