@@ -107,7 +107,10 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     reader = computed[0]
     # What readers of the same rows could share.
     shares = not reader.is_alone and not isinstance(source, OfTwoHeads)
-    # But where eager keeps nothing for the gradient of a bias, nothing of it is freed by the first backward.
+    # But eager keeps nothing for the gradient of what is added to the classes, so that a backward for that alone frees
+    # nothing that others need: not with what the program added, nor with a bias that alone requires a gradient.
+    added = [handle for op in source.class_ops if op.shifts for handle in op.handles if isinstance(handle, Tensor)]
+    shares &= not grad or not any(handle.requires_grad for handle in added)
     shares &= not grad or any(head.input.requires_grad or head.weight.requires_grad for head in source.heads())
     kept = origin.log_sum_exps_of(grad) if shares and not compat.saving_is_watched() else {}
     known, made_with = kept.get(key, (None, None))

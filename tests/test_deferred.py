@@ -1888,12 +1888,19 @@ def _two_losses_of_a_bias(s: World) -> Any:
     z.logsumexp(-1).square().sum().backward()
 
 
+def _a_loss_of_an_added_bias_alone(s: World) -> Any:
+    """Its backward does not come to the projection, so that the next has all it needs."""
+    z = s.z + s.b
+    z.log_softmax(-1).gather(-1, s.y[..., None]).sum().backward(inputs=[s.b])
+    z.logsumexp(-1).square().sum().backward()
+
+
 @pytest.mark.parametrize(
     "program",
     [
         *(_frozen_for_the_loss, _hidden_states_frozen_for_the_loss, _read_while_frozen),
         *(_hidden_states_detached_in_place, _hidden_states_detached_and_made_a_leaf, _weight_detached_in_place),
-        _two_losses_of_a_bias,
+        *(_two_losses_of_a_bias, _a_loss_of_an_added_bias_alone),
     ],
 )
 def test_gradients_go_where_they_did_when_the_logits_were_made(program: Callable[[World], Any]) -> None:
