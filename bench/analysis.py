@@ -1,6 +1,6 @@
-"""What fxfuse adds to compilation: its own time, analysis and report, beside all of it, for a Llama of 32 layers.
+"""What fxfuse adds to compilation: its own time, analysis and report, beside all of it, for Llamas of so many layers.
 
-    python bench/analysis.py [--layers 32] [--json FILE]
+    python bench/analysis.py [--layers 8 16 32] [--json FILE]
 
 The layers are narrow, which changes neither the number of nodes nor what is analysed. Compiles forward and backward
 of one training step without any cache.

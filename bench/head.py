@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -29,20 +28,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from conditions import SHAPES, about, add_machine, sizes, told
 from tabulate import tabulate
 from tqdm import tqdm
 
 from fxfuse.report.memory import peak_bytes
 
-SHAPES = {
-    "llama3-4k": (4096, 4096, 128256),
-    "llama3-8b": (16384, 4096, 128256),
-    "qwen-0.5b": (16384, 896, 151936),
-    "gemma2-2b": (8192, 2304, 256000),
-    "gpt2": (16384, 768, 50257),
-    "llama3-512": (512, 4096, 128256),
-    "llama3-1": (1, 4096, 128256),
-}
 Loss = Callable[..., torch.Tensor]
 
 
@@ -305,13 +296,6 @@ class Case:
         return row
 
 
-def command() -> str:
-    """The arguments of this run, but for where it writes."""
-    given = sys.argv[1:]
-    at = given.index("--json") if "--json" in given else len(given)
-    return " ".join(given[:at] + given[at + 2 :])
-
-
 def measurements(shapes: list[tuple[int, int, int]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     chosen = {n: f for n, f in implementations().items() if not args.only or n in args.only}
     for shape in shapes:
@@ -326,10 +310,9 @@ def measurements(shapes: list[tuple[int, int, int]], args: argparse.Namespace) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", metavar="NxDxV", help="rows x hidden x vocabulary, or a name: "
-                        + ", ".join(SHAPES))  # fmt: skip
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", type=sizes, action="append", metavar="NxDxV", help="rows x hidden x vocabulary, or "
+                        "a name: " + ", ".join(SHAPES))  # fmt: skip
+    add_machine(parser)
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the labels that are ignored")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
     parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64, and with those "
@@ -342,26 +325,20 @@ def main() -> int:
                         help="measure these implementations only")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args = parser.parse_args()
-    try:
-        shapes = [SHAPES.get(s) or tuple(int(n) for n in s.split("x")) for s in args.shape or SHAPES]
-        if any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
-            raise ValueError("three sizes of one or more are needed")
-    except ValueError as wrong:
-        parser.error(f"--shape: {wrong}; give NxDxV or one of {', '.join(SHAPES)}")
+    shapes = args.shape or list(SHAPES.values())
     if not 0 <= args.ignored < 1:
         parser.error("--ignored: a fraction from 0 to below 1 is needed")
     if args.host and not args.device.startswith("cuda"):
         parser.error("--host: a CUDA device is needed")
     count = len(args.only or implementations())
-    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU ({platform.machine()})"
-    about = {"device": name, "torch": torch.__version__, "dtype": args.dtype, "ignored": args.ignored}
+    conditions = {**about(args.device, args.dtype), "ignored": args.ignored}
     results: list[dict[str, Any]] = []
     for row in tqdm(measurements(shapes, args), total=len(shapes) * count, file=sys.stderr, unit="run"):
         results.append(row)
         if args.json:  # each time: what has been measured should not be lost
             with open(args.json, "w") as file:
-                json.dump({**about, "command": command(), "results": results}, file, indent=1)
-    print(f"{name}, torch {torch.__version__}, {args.dtype}, mean cross entropy, {args.ignored:.0%} ignored")
+                json.dump({**conditions, "results": results}, file, indent=1)
+    print(f"{told(conditions)}, mean cross entropy, {args.ignored:.0%} ignored")
     print(tabulate(results, headers="keys", floatfmt=".3g"))
     return 0
 

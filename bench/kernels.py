@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head import SHAPES, Clock
+from conditions import SHAPES, about, told
+from head import Clock
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -130,14 +131,14 @@ def main() -> int:
         parser.error("a GPU of compute capability 9.0 or 10.0 is needed")
     shapes = [SHAPES[name] for name in args.shape or many]
     clock = Clock(torch.device("cuda"), args.repeats)
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": "bfloat16"}
+    conditions = about("cuda", "bfloat16")
     results: list[dict[str, Any]] = []
     for row in tqdm(measurements(shapes, clock), total=len(shapes), file=sys.stderr, unit="shape"):
         results.append(row)
         if args.json:  # each time: what has been measured should not be lost
             with open(args.json, "w") as file:
-                json.dump({**about, "results": results}, file, indent=1)
-    print(f"{about['device']}, torch {torch.__version__}, bfloat16: time over the bare product's")
+                json.dump({**conditions, "results": results}, file, indent=1)
+    print(f"{told(conditions)}: time over the bare product's")
     print(tabulate(results, headers="keys", floatfmt=".3f"))
     return 0
 

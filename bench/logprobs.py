@@ -15,7 +15,8 @@ import sys
 from typing import Any
 
 import torch
-from head import Clock, command, peak_mib
+from conditions import about, add_machine, told
+from head import Clock, peak_mib
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -59,8 +60,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=HIDDEN)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="with the vocabulary at 131072")
     parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES, help="with 4096 rows")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_machine(parser)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args = parser.parse_args()
@@ -68,13 +68,12 @@ def main() -> int:
     results = []
     for over, rows, vocab in tqdm(sizes, file=sys.stderr, unit="size"):
         results.append({"over": over, **measure(rows, args.hidden, vocab, args)})
-    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
-    print(f"{name}, torch {torch.__version__}, {args.dtype}, log-probabilities without gradients")
+    conditions = about(args.device, args.dtype)
+    print(f"{told(conditions)}, log-probabilities without gradients")
     print(tabulate(results, headers="keys", floatfmt=".3g"))
     if args.json:
-        about = {"device": name, "torch": torch.__version__, "dtype": args.dtype}
         with open(args.json, "w") as file:
-            json.dump({**about, "command": command(), "results": results}, file, indent=1)
+            json.dump({**conditions, "results": results}, file, indent=1)
     return 0
 
 

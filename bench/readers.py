@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head import Clock, command, peak_mib
+from conditions import SHAPES, about, add_machine, sizes
+from head import Clock, peak_mib
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -138,23 +139,21 @@ def measure(name: str, rows: int, hidden: int, vocab: int, args: argparse.Namesp
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8192x4096x128256", metavar="NxDxV")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--shape", type=sizes, default="8192x4096x128256", metavar="NxDxV", help="rows x hidden x "
+                        "vocabulary, or a name: " + ", ".join(SHAPES))  # fmt: skip
+    add_machine(parser)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=PROGRAMS, nargs="+", action="extend")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    shape = [int(size) for size in args.shape.split("x")]
     results: list[dict[str, Any]] = []
     for name in tqdm(args.only or PROGRAMS, unit="program"):
-        results += measure(name, *shape, args)
+        results += measure(name, *args.shape, args)
     columns = ("program", "compiler", "÷1", "ms", "extra")
     print(tabulate([[r[c] for c in columns] for r in results], columns, floatfmt=("", "", ".2f", ".2f", ".0f")))
     if args.json is not None:
-        device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-        about = {"command": command(), "device": device, "torch": torch.__version__}
-        args.json.write_text(json.dumps({**about, "results": results}, indent=1, ensure_ascii=False) + "\n")
+        conditions = about(args.device, args.dtype)
+        args.json.write_text(json.dumps({**conditions, "results": results}, indent=1, ensure_ascii=False) + "\n")
     return 0
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from head import command
+from conditions import about, add_machine, told
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -256,8 +256,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--largest", action="store_true", help="find the largest batch that fits, too (on a GPU)")
     parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=6, help="steps that are measured")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
+    add_machine(parser)
     parser.add_argument("--only", nargs="+", action="extend", choices=IMPLEMENTATIONS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as they come")
     args = parser.parse_args()
@@ -277,8 +276,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    about = {"command": command(), "model": args.model, "device": device, "torch": torch.__version__}
+    conditions = {**about(args.device, args.dtype), "model": args.model}
     found: list[dict[str, Any]] = []
     with tqdm(total=len(args.only) * len(args.batch), desc="batches", unit="batch") as bar:
         for row in measured(args):
@@ -287,8 +285,8 @@ def main() -> int:
             bar.set_postfix_str(f"{row['implementation']}, batch {row['batch']}")
             bar.update()
             if args.json:
-                args.json.write_text(json.dumps({**about, "rows": found}, indent=1))
-    print(f"{args.model}, {args.length} tokens a sequence, {args.dtype}, {device}, torch {torch.__version__}\n")
+                args.json.write_text(json.dumps({**conditions, "rows": found}, indent=1))
+    print(f"{args.model}, {args.length} tokens a sequence, {told(conditions)}\n")
     found.sort(key=lambda row: (row["batch"], args.only.index(row["implementation"])))
     print(tabulate([{**row, "tok/s": row["tok/s"] or "out of memory"} for row in found], headers="keys"))
     if args.largest:

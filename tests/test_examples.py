@@ -266,6 +266,14 @@ def test_score_text_refuses_a_model_that_is_not_there(
     assert "cannot load a model from" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script", ["head.py", "readers.py"])
+@pytest.mark.parametrize("given", [["--shape", "512x256"], ["--shape", "0x8x8"], ["--dtype", "flo32"]])
+def test_benchmarks_refuse_what_they_cannot_measure(script: str, given: list[str]) -> None:
+    done = subprocess.run([sys.executable, str(BENCH / script), *given], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"argument {given[0]}: " in done.stderr and given[1] in done.stderr
+
+
 @pytest.mark.slow
 def test_benchmarks_measure_and_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
