@@ -25,12 +25,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from .report.records import journal
-from .report.run import Program, add_program, module, own_frames_dropped, parse, route, run, script
+from .report.run import Program, add_program, module, own_frames_dropped, parse, route, run, script, writable
 from .report.text import for_stream
 
 HOW_TO_COMPILE = (
@@ -71,16 +70,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="print what became of every head on standard error at exit, also after an exception; of several "
         "processes of torchrun, that of rank 0 does",
     )
-    parser.add_argument("--report-json", metavar="FILE", type=Path, help="write it there as a JSON object")
+    parser.add_argument("--report-json", metavar="FILE", type=writable, help="write it there as a JSON object")
     add_program(parser, "SCRIPT")
-    given = parse(parser, argv)
-    if given.report_json is not None:
-        given.report_json = given.report_json.absolute()  # the program may change the directory
-        try:  # better known before a run that may take hours
-            given.report_json.open("a").close()
-        except OSError as error:
-            parser.error(f"cannot write {error.filename}: {error.strerror}")
-    return given
+    return parse(parser, argv)
 
 
 def _load(given: argparse.Namespace) -> Program:

@@ -49,16 +49,20 @@ class Options:
         inner: dict[str, Any] = {}
         types = {f.name: type(f.default) for f in fields(cls)}
         for key, value in (given or {}).items():
-            if not key.startswith(PREFIX):
+            if not isinstance(key, str) or not key.startswith(PREFIX):
                 inner[key] = value
                 continue
             name = key.removeprefix(PREFIX)
             if name not in types:
                 raise errors.unknown_option(key, (PREFIX + known for known in types))
-            if type(value) is not types[name] or (isinstance(value, int) and value < 0):
+            if type(value) is not types[name] or (isinstance(value, int) and not 0 <= value < 2**63):
                 raise errors.bad_option(key, value, _EXPECTED[types[name]])
             own[name] = value
         return cls(**own), inner
 
 
-_EXPECTED = {bool: "True or False", int: "a number of bytes, 0 or more", str: "the name of a registered backend"}
+_EXPECTED = {
+    bool: "True or False",
+    int: "a number of bytes, from 0 to 2**63 - 1",
+    str: "the name of a registered backend",
+}

@@ -55,6 +55,7 @@ def _fresh() -> None:
         ({"fxfuse.inner": "inductr"}, r"fxfuse.inner' must be one of (?!.*\bfxfuse,)"),
         ({"fxfuse.inner": "fxfuse"}, "fxfuse.inner"),
         ({"fxfuse.min_logits_bytes": -1}, "fxfuse.min_logits_bytes"),
+        ({"fxfuse.memory": 2**63}, "fxfuse.memory"),
         ({"fxfuse.min_logits_bytes": "0"}, "fxfuse.min_logits_bytes"),
         ({"fxfuse.enabled": 1}, "fxfuse.enabled"),
         ({"fxfuse.strict": None}, "fxfuse.strict"),

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -35,7 +36,7 @@ def test_help_names_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> Non
         main(["--help"])
     assert exit.value.code == 0
     printed = capsys.readouterr().out
-    assert re.findall(r"^  (\d)  ", printed.partition("exit status:")[2], re.MULTILINE) == list("01234567")
+    assert re.findall(r"^  (\d)  ", printed.partition("exit status:")[2], re.MULTILINE) == list("012345678")
     assert max(map(len, printed.splitlines())) <= WIDTH
 
 
@@ -377,7 +378,48 @@ def test_each_end_has_its_status(body: str, target: str, status: int, sentence: 
     done = report(tmp_path, body, "--json", *target.split())
     assert done.returncode == status, done.stderr
     assert f"fxfuse.report: {sentence}" in done.stderr
-    assert (done.stdout == "") == (status in (5, 6))
+    assert (done.stdout == "") == (status in (2, 5, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("redirection", "status", "sentence"),
+    [
+        ("> /dev/full", 8, "fxfuse.report: cannot write standard output: No space left on device"),
+        ("| true", 8, "fxfuse.report: cannot write standard output: Broken pipe"),
+        (">&-", 0, ""),
+    ],
+)
+def test_standard_output_that_takes_nothing(redirection: str, status: int, sentence: str, tmp_path: Path) -> None:
+    """The page is there all the same."""
+    write(tmp_path, "torch.compile(Model(), options=SMALL)(x, y)")
+    command = f"{shlex.quote(sys.executable)} -m fxfuse.report --html page.html train.py {redirection}"
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr.strip().rpartition("\n")[2]) == (status, sentence), done.stderr
+    assert "Traceback" not in done.stderr and "lm_head" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)"])
+def test_a_page_whose_directory_the_script_takes_away(ending: str, tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    done = report(
+        tmp_path,
+        f"torch.compile(Model(), options=SMALL)(x, y)\nimport os\nos.rmdir('pages')\n{ending}",
+        *("--html", "pages/page.html", "train.py"),
+    )
+    assert done.returncode == (1 if ending else 8), done.stderr
+    assert "fxfuse.report: cannot write " in done.stderr and "page.html: No such file or directory" in done.stderr
+    assert "1 head: 1 fused" in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["", "no/such/directory.html", "."])
+def test_a_page_that_cannot_be_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--html", name, "train.py"])
+    assert exit.value.code == 2 and "argument --html: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

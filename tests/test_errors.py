@@ -79,6 +79,7 @@ ELSEWHERE = {
     ("__main__.py", "raised"): "what the program raised",
     ("__main__.py", "SystemExit"): "how a command ends, after its sentence",
     ("report/__main__.py", "_Ended"): "caught: a sentence and an exit status",
+    ("report/run.py", "argparse.ArgumentTypeError"): "caught: argparse says it",
     ("report/run.py", "ModuleNotFoundError"): "as `python -m` has it",
     ("report/run.py", "ImportError"): "as `python -m` has it",
     ("report/fake.py", "NoValue"): "caught: the report says where the script ended",
@@ -186,7 +187,7 @@ def test_an_unknown_option() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory": 1.5}, "option 'fxfuse.memory' must be a number of bytes, 0 or more, not 1.5"),
+        ({"memory": 1.5}, "option 'fxfuse.memory' must be a number of bytes, from 0 to 2**63 - 1, not 1.5"),
         ({"strict": 1}, "option 'fxfuse.strict' must be True or False, not 1"),
         ({"inner": "fxfuse"}, "option 'fxfuse.inner' must be a backend other than fxfuse itself, not 'fxfuse'"),
         ({"inner": "no"}, "option 'fxfuse.inner' must be one of "),

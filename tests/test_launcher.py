@@ -174,13 +174,18 @@ def test_what_is_not_there(target: str, status: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["--nope", "x.py"], ["--report-json", "no/such/directory.json", "x.py"], ["--report-json", ".", "x.py"]],
+    [[], ["--nope", "x.py"], *(["--report-json", name, "x.py"] for name in ("no/such/directory.json", ".", ""))],
 )
 def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(argv)
     assert exit.value.code == 2
     assert "usage: python -m fxfuse [--report] [--report-json FILE] train.py [ARGS ...]" in capsys.readouterr().err
+
+
+def test_no_report_is_begun_of_a_program_that_is_not_there(tmp_path: Path) -> None:
+    done = python(tmp_path, "-m", "fxfuse", "--report-json", "heads.json", "nothing.py")
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
 
 
 # The report

@@ -38,8 +38,9 @@ exit status:
   5  no such file or module, or it cannot be read
   6  it is not Python: a syntax error
   7  --check: a required head was not fused, or no head matches a pattern
-After 5, 6 and wrong usage nothing was run, and nothing is printed on standard
-output.
+  8  all of that is well, but the report could not be written
+After 2, 5 and 6 nothing was run, but for what importing FILE.py runs, and
+nothing is printed on standard output.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from .records import Report, journal
 from .run import add_program, callable_of, example_call, imported, module, own_frames_dropped, parse, route, run, script
 from .text import for_stream
 
-RAN, RAISED, USAGE, NOTHING_COMPILED, NO_HEAD, NOT_FOUND, NOT_PYTHON, CHECK_FAILED = range(8)
+RAN, RAISED, USAGE, NOTHING_COMPILED, NO_HEAD, NOT_FOUND, NOT_PYTHON, CHECK_FAILED, UNWRITTEN = range(9)
 
 
 class _Ended(Exception):
@@ -123,10 +124,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _report(given: argparse.Namespace) -> int:
     if not given.is_module:
         loaded = _load(given)  # before anything is run
-    try:
-        forms.watch(given)
-    except OSError as error:
-        raise _Ended(USAGE, f"cannot write {error.filename}: {error.strerror}") from None
+    forms.watch(given)
     out = _claim_stdout(for_us_alone=given.json)
     route(inner="eager" if given.fake else None)
     progress = Progress()
@@ -156,8 +154,16 @@ def _report(given: argparse.Namespace) -> int:
         status = CHECK_FAILED
 
     _flush()
-    print(json.dumps(report.to_dict()) if given.json else for_stream(report, out), file=out, flush=True)
-    forms.show(report, given, out, " ".join([_called(given), *given.args]))
+    try:
+        forms.write(report, given, " ".join([_called(given), *given.args]))
+    except OSError as error:  # the script may have taken the directory away
+        status = _say(status or UNWRITTEN, f"cannot write {error.filename}: {error.strerror}")
+    try:
+        print(json.dumps(report.to_dict()) if given.json else for_stream(report, out), file=out, flush=True)
+        forms.show(report, given, out)
+    except OSError as error:  # a full disk, or a reader that has gone
+        _abandon(1, out.fileno())
+        status = _say(status or UNWRITTEN, f"cannot write standard output: {error.strerror}")
     for line in lines:
         _say(status, line)
     return status
@@ -190,6 +196,8 @@ def _claim_stdout(for_us_alone: bool) -> TextIO:
     ``for_us_alone`` hands the file descriptor that everyone else calls standard output to standard error: C++ code and
     child processes write there too. It is never taken back, as some of them may outlive the script.
     """
+    if sys.stdout is None:  # it was closed, and something else may have its number
+        return open(os.devnull, "w")
     sys.stdout.flush()
     out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     if for_us_alone:
@@ -223,7 +231,7 @@ def _call_example(given: argparse.Namespace, scope: dict[str, Any]) -> tuple[int
     since, name = len(journal), given.name or "model"
     called = callable_of(scope, name)
     if called is None and given.name is not None:
-        return _say(USAGE, f"{given.program} has no {name} that can be called"), Report()
+        raise _Ended(USAGE, f"{given.program} has no {name} that can be called")
     try:
         call = example_call(scope, name)
         if called is not None and call is not None:
@@ -251,6 +259,13 @@ def _say(status: int, sentence: str) -> int:
     _flush()
     print(f"fxfuse.report: {sentence}", file=sys.stderr, flush=True)
     return status
+
+
+def _abandon(*descriptors: int) -> None:
+    """Let what is still to be written there go nowhere: Python would try once more when it ends, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor)
 
 
 def _flush() -> None:

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any, TextIO
 
 from .records import Report, journal
+from .run import writable
 
 
 def add_flags(parser: argparse.ArgumentParser, instead_of_json: Any) -> None:
     """Add ``--diff`` to a group that has ``--json``, ``--html`` and ``--measure`` to the parser."""
     instead_of_json.add_argument("--diff", action="store_true", help="print the graphs before and after too, as a diff")
-    parser.add_argument("--html", metavar="FILE", help="also write a page to FILE, with every head drawn")
+    drawn = "also write a page to FILE, with every head drawn"
+    parser.add_argument("--html", metavar="FILE", type=writable, help=drawn)
     parser.add_argument("--measure", action="store_true", help="also measure time and memory of every head")
 
 
 def watch(given: argparse.Namespace) -> None:
-    """Have the journal remember what the flags show; to be called before anything is compiled.
-
-    Raises:
-        OSError: the page cannot be written, which is better known before a run that may take hours.
-    """
-    if given.html:
-        given.html = Path(given.html).absolute()  # the script may change directory
-        given.html.open("a").close()
-    if given.html or given.diff:
+    """Have the journal remember what the flags show; to be called before anything is compiled."""
+    if given.html is not None or given.diff:
         from .picture import Sketch
 
         journal.watchers.append(Sketch)
@@ -45,8 +39,20 @@ def measured(report: Report, given: argparse.Namespace, inner: str | None) -> Re
     return measure(report, journal.watched, inner)
 
 
-def show(report: Report, given: argparse.Namespace, out: TextIO, title: str) -> None:
-    """Print to ``out`` what follows the table, and write the page with this title."""
+def write(report: Report, given: argparse.Namespace, title: str) -> None:
+    """Write the page, with this title, if one was asked for.
+
+    Raises:
+        OSError: it cannot be written any more.
+    """
+    if given.html is not None:
+        from .html import page
+
+        given.html.write_text(page(report, journal.watched, title), encoding="utf-8")
+
+
+def show(report: Report, given: argparse.Namespace, out: TextIO) -> None:
+    """Print to ``out`` what follows the table."""
     if given.measure and not given.json:
         from .measure import measurements
 
@@ -56,7 +62,3 @@ def show(report: Report, given: argparse.Namespace, out: TextIO, title: str) -> 
 
         colour = out.isatty() and "NO_COLOR" not in os.environ
         print("\n" + diff(report, journal.watched, colour), file=out, flush=True)
-    if given.html:
-        from .html import page
-
-        given.html.write_text(page(report, journal.watched, title), encoding="utf-8")

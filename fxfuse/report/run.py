@@ -158,6 +158,23 @@ def add_program(parser: argparse.ArgumentParser, metavar: str) -> None:
     rest.required = False  # only for the message when the program is missing: it would name both
 
 
+def writable(name: str) -> Path:
+    """The file of that name, as the ``type`` of an argument: whether it can be written is better known before a run
+    that may take hours. The program may change directory.
+    """
+    file = Path(name).absolute()
+    if not name:
+        raise argparse.ArgumentTypeError("the name of a file is empty")
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {name}: {error.strerror}") from None
+    return file
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """``parser.parse_args``, but "--" after the program goes to the program, as with python."""
     given = parser.parse_args(argv)
