@@ -22,8 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import compat, errors
 from .algebra import Head
 
-# One for each class of a vocabulary. Reading far apart is what they cost: microseconds on a GPU, 2 to 12 ns each else.
+# One for each class of a vocabulary, and neighbours. Reading far apart is what they cost: microseconds on a GPU, a few
+# ns each on a CPU. There copies are cut for threads by the number of elements: with neighbours all threads have some.
 _MOST_SAMPLES = 1 << 19
+_NEIGHBOURS = 4
 _IN_PLACE = "it was changed in place"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,8 +36,8 @@ _unread: weakref.WeakValueDictionary[int, Operands] = weakref.WeakValueDictionar
 class _Seal:
     """What shows that a tensor was written to: its version, its address and a sample of its bits.
 
-    Writes through ``.data`` or by another library leave the version as it is. The sample has an element of every row
-    and of every column (of up to 2^19, else so many elements): it shows what changes rows or columns as a whole. Where
+    Writes through ``.data`` or by another library leave the version as it is. The sample has elements of every row and
+    of every column (of up to 2^19, else from so many places): it shows what changes rows or columns as a whole. Where
     there is a copy, that takes the place of the sample.
     """
 
@@ -69,25 +71,29 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int], tuple[int]]:
-    """Size and stride of the sample: every so many elements of the memory from the first to the last.
+def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Size and stride of the sample: some neighbours every so many elements of the memory from the first to the last.
 
     A step that is prime to what lies between the beginnings of two rows comes upon every column in as many steps, and
-    upon every row if it is no longer than that.
+    upon every row if it is no longer than the row.
     """
     if 0 in shape:
-        return (0,), (1,)
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    _, *wider = sorted({stride for size, stride in zip(shape, strides, strict=True) if size > 1 and stride}) or [1]
+        return (0, 1), (1, 1)
+    axes = [(size - 1, stride) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride]
+    extent = 1 + sum(last * stride for last, stride in axes)
+    _, *wider = sorted({stride for _, stride in axes}) or [1]
     row = wider[0] if wider else extent
-    step = max(min(row, extent // row), 1)
+    filled = 1 + sum(last * stride for last, stride in axes if stride < row)  # there may be a gap before the next
+    step = max(min(filled, extent // row), 1)
     while math.gcd(step, row) > 1:
         step -= 1
     if step * _MOST_SAMPLES < extent:
         step = -(-extent // _MOST_SAMPLES)
         while math.gcd(step, row) > 1:
             step += 1
-    return (-(-extent // step),), (step,)
+    neighbours = min(_NEIGHBOURS, step)
+    # The last must not lie past the end; between the one before and that is no whole row.
+    return (1 + (extent - neighbours) // step, neighbours), (step, 1)
 
 
 def _bits(tensor: Tensor) -> Tensor:
