@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 import fxfuse
 from fxfuse.deferred import DeferredLogits
+from fxfuse.ops import chunked
 from fxfuse.report.records import journal
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -213,9 +216,18 @@ def new_sites() -> Iterator[list[fxfuse.Site]]:
     sites += fxfuse.sites()[before:]
 
 
+class Reads(list[str]):
+    """Where deferred logits were built, each build an entry; and how often logits were deferred."""
+
+    deferrals = 0
+
+
 @contextlib.contextmanager
-def dense_reads() -> Iterator[list[str]]:
-    """A list that holds, after ``with``, where deferred logits were built inside, each build an entry."""
+def dense_reads() -> Iterator[Reads]:
+    """What deferred logits were built inside ``with``, after it.
+
+    That nothing was built is to be said together with ``deferrals``: where nothing is deferred nothing is built either.
+    """
 
     def count() -> Counter[str]:
         counts: Counter[str] = Counter()
@@ -224,6 +236,33 @@ def dense_reads() -> Iterator[list[str]]:
                 counts[read.where] += read.count
         return counts
 
-    before, reads = count(), []
-    yield reads
+    before, reads = count(), Reads()
+
+    def counted(*args: Any) -> None:
+        reads.deferrals += 1
+        describe(*args)
+
+    making = sys.modules["fxfuse.defer"]
+    describe = making.describe
+    with mock.patch.object(making, "describe", counted):
+        yield reads
     reads += (count() - before).elements()
+
+
+@contextlib.contextmanager
+def products_of_rows(vocab: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A list that holds, after ``with``, of how many rows products made so many classes inside, if of several.
+
+    The ops on a CPU compute one row at a time meanwhile. Neither a dispatch mode, which steps aside inside a tensor
+    subclass, nor the journal, which is fxfuse's own, needs to be believed: it is PyTorch's profiler that counts.
+    """
+    for name, size in (("CHUNK_BYTES", 1), ("CHUNK_ROWS", 0), ("MIN_CHUNK_ROWS", 1)):
+        monkeypatch.setattr(chunked, name, size)
+    found: list[int] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        yield found
+    for event in profile.events():
+        if event.name in ("aten::mm", "aten::addmm", "aten::bmm"):
+            *_, (*_, rows, summed), (*_, made) = [shape for shape in event.input_shapes if len(shape) > 1]
+            if made == vocab and rows > 1 and summed > 1:  # of one row, for the weight's gradient, nothing is summed
+                found.append(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,25 @@ def test_logits_that_were_built_are_not_counted_as_not_built() -> None:
     assert "1 head: 1 deferred; 0 B not built; 10 KiB deferred, and built at least in part" in text
     assert _numbers(report)[3:] == ["0 B", "10 KiB"]
     assert "built at least in part" in page(report, {}, "train.py").lower()
+
+
+def test_a_weight_that_a_step_copies_is_said_with_its_bytes_and_its_line() -> None:
+    model = Model()
+    f, optimizer = compiled(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    lines: list[int] = []
+
+    def run() -> None:
+        for _ in range(2):
+            z = f(y := ids())
+            F.cross_entropy(z, y).backward()
+            optimizer.step()
+            lines.append(sys._getframe().f_lineno - 1)
+
+    text = str(report_of(run))
+    sentence = "copied: a weight was copied before an optimizer changed it, because logits that nothing had read were"
+    assert sentence in " ".join(text.split())
+    (size,) = re.findall(r"^    (.*), 2 times \(logits of test_report_heads.py:\d+\)\n.*:(\d+)", text, re.MULTILINE)
+    assert size == ("20 KiB", str(lines[0])) and model.lm_head.weight.nbytes == 20 << 10
 
 
 def test_logits_that_nothing_reads_are_said_to_be_so() -> None:
