@@ -34,7 +34,7 @@ Transform = tuple[Step, ...]
 
 def _tanh(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
     value = z.tanh()
-    return value, lambda: 1 - value * value
+    return value, lambda: (value * value).neg_().add_(1)
 
 
 def _sigmoid(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:

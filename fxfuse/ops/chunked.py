@@ -219,6 +219,7 @@ def _chunks(
         part = input[here].to(head.acc)
         z, slope = head.logits(part, buffer[: part.shape[0]], want_slope)
         yield _Chunk(here if active is None else active[here], part, index[here], z, slope)
+        del z, slope  # before others are made
 
 
 def linear_stats(
@@ -250,7 +251,7 @@ def linear_stats(
     wanted = (index >= 0).any(1) if skip_unindexed else None
     buffers = ENTROPY_BUFFERS if want_entropy else 1
     for chunk in _chunks(head, input, index, wanted, want_slope=False, memory=memory, buffers=buffers):
-        stats, _ = exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy, want_top)
+        stats, softmax = exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy, want_top)
         lse[chunk.at], residual[chunk.at] = stats.lse, stats.residual
         picked[chunk.at], log_prob[chunk.at] = stats.picked, stats.log_prob
         if stats.class_sum is not None:
@@ -259,6 +260,7 @@ def linear_stats(
             entropy[chunk.at] = stats.entropy
         if stats.argmax is not None:
             top[chunk.at], argmax[chunk.at] = stats.top, stats.argmax
+        del chunk, softmax
     if wanted is not None:
         for one in (lse, residual, class_sum, entropy, top, argmax):
             if one.shape == wanted.shape:  # not those that nobody asked for
@@ -354,3 +356,4 @@ def _sweep(
             unwanted = ~wanted[chunk.at, None]
             dz, rows = dz.masked_fill_(unwanted, 0), rows.masked_fill(unwanted, 0)
         grads.add(chunk.at, rows, dz)
+        del chunk, softmax, dz  # as the next are made before these names are taken again
