@@ -47,7 +47,7 @@ class Kernels:
         self.rows = call.cut(listed, most)
         self.classes = call.classes(self.rows)
         self.stats = call.no_stats(False)
-        self.made = hopper._Exponentials.begin(call, self.rows, self.stats, self.up, has_lse=False)
+        self.made = hopper._Exponentials.begin(call, self.rows, self.stats, self.up)
         self.scratch = call.empty(max(call.parts_size(), call.sums_size(self.rows.most)))
         self.made.make(0, self.scratch)
         self.e = self.made.kept.e[:, :vocab]

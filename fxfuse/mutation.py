@@ -190,6 +190,14 @@ def _region_after(node: Node, region: Region) -> Region:
     return Region(region.number + 1, region.levels + inner, autocast, grad)
 
 
+def regions(graph: Graph) -> Iterator[tuple[Node, Region]]:
+    """Every node, in order, with the region that it is in; one that switches a mode begins the next."""
+    region = Region.around()
+    for node in graph.nodes:
+        region = _region_after(node, region)
+        yield node, region
+
+
 class Timeline:
     """The order of a graph's nodes, the modes that they run in, and what is written between two of them."""
 
@@ -200,14 +208,13 @@ class Timeline:
         self._writes: dict[int, list[tuple[int, Node, bool]]] = {}  # position, writer, certain
         self._written_at: list[int] = []  # in order
         self._last_use: dict[Node, int] = {}
-        region = Region.around()
-        for position, node in enumerate(graph.nodes):
+        number = 0
+        for position, (node, region) in enumerate(regions(graph)):
             self.position[node] = position
             self._last_use.update(dict.fromkeys(node.all_input_nodes, position))
-            following = _region_after(node, region)
-            if following is not region:
+            if region.number != number:
                 self._region_ends.append(node)
-            self.region[node] = region = following
+            self.region[node], number = region, region.number
             written = writes(node)
             if written.arguments:
                 self._written_at.append(position)

@@ -37,8 +37,8 @@ class _Seal:
     """What shows that a tensor was written to: its version, its address and a sample of its bits.
 
     Writes through ``.data`` or by another library leave the version as it is. The sample has elements of every row and
-    of every column (of up to 2^19, else from so many places): it shows what changes rows or columns as a whole. Where
-    there is a copy, that takes the place of the sample.
+    every column of a matrix whose rows have no gaps inside (of up to 2^19, else from so many places): it shows what
+    changes rows or columns as a whole. Where there is a copy, that takes the place of the sample.
     """
 
     def __init__(self, tensor: Tensor, copy: Tensor | None = None) -> None:

@@ -49,7 +49,7 @@ class Options:
         inner: dict[str, Any] = {}
         types = {f.name: type(f.default) for f in fields(cls)}
         for key, value in (given or {}).items():
-            if not isinstance(key, str) or not key.startswith(PREFIX):
+            if not key.startswith(PREFIX):
                 inner[key] = value
                 continue
             name = key.removeprefix(PREFIX)

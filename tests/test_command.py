@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -25,7 +26,7 @@ from fxfuse.report.__main__ import main
 from fxfuse.report.check import failures
 from fxfuse.report.fake import NO_VALUE, fake
 from fxfuse.report.progress import Progress
-from fxfuse.report.run import callable_of, example_call, imported
+from fxfuse.report.run import callable_of, example_call, imported, writable
 from fxfuse.report.text import WIDTH
 
 # What needs no script
@@ -415,11 +416,38 @@ def test_a_page_whose_directory_the_script_takes_away(ending: str, tmp_path: Pat
     assert "1 head: 1 fused" in done.stdout and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["", "no/such/directory.html", "."])
-def test_a_page_that_cannot_be_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("", "the name of a file is empty"),
+        ("no/such/directory.html", "cannot write no/such/directory.html: No such file or directory"),
+        (".", "cannot write .: Is a directory"),
+        ("a" * 300, f"cannot write {'a' * 300}: File name too long"),
+    ],
+    ids=["empty", "missing", "directory", "long"],
+)
+def test_a_page_that_cannot_be_written(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["--html", name, "train.py"])
-    assert exit.value.code == 2 and "argument --html: " in capsys.readouterr().err
+    assert exit.value.code == 2 and capsys.readouterr().err.endswith(f"argument --html: {why}\n")
+
+
+def test_asking_whether_a_file_can_be_written_leaves_all_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    (tmp_path / "known").write_text("known")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(tmp_path.iterdir())
+    for name in ("new", "link", "known", "pipe"):
+        assert writable(str(tmp_path / name)) == tmp_path / name
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "known").read_text() == "known"
+
+
+@pytest.mark.slow
+def test_a_page_of_a_program_with_a_name_that_is_no_text(tmp_path: Path) -> None:
+    body = "torch.compile(Model(), options=SMALL)(x, y)"
+    done = report(tmp_path, body, "--html", "page.html", "train.py", os.fsdecode(b"\xff"))
+    assert done.returncode == 0 and "1 head: 1 fused" in done.stdout, done.stderr
+    assert "train.py ?" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -3209,6 +3209,7 @@ def test_every_row_and_every_column_is_sampled(shape: tuple[int, ...], strides: 
     taken = torch.arange(extent).as_strided(size, stride)  # which raises if something is past the end
     sampled = torch.isin(places, taken)
     assert taken[-1, -1] + stride[0] >= extent - 1
+    assert size[1] == min(4, stride[0])  # neighbours, for as many threads more
     for dim in {0, len(shape) - 1}:
         assert bool(sampled.movedim(dim, 0).reshape(shape[dim], -1).any(1).all()), dim
     assert size[0] <= 4 * max(shape)

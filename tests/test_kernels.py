@@ -399,24 +399,26 @@ def kept_exponentials() -> None:
     dtype = torch.bfloat16 if HAS_GPU else torch.float32
     if not tiles.has_descriptors(torch.empty(0, 16, dtype=dtype, device=DEVICE)):
         return  # an older GPU keeps none
-    many, few, hidden, vocab = (333, 200, 512, 8191) if HAS_GPU else (37, 20, 48, 131)
-    for rows, options in (
-        (many, {}),
-        (many, {"idle": 1.0}),
-        (many, {"bias": True, "class_sum": True, "class_weight": True, "scale": 0.7, "idle": 0.3}),
-        (many, {"bias": True, "scale": 1 / 4, "transform": "tanh mul:4.0"}),
-        (many, {"indexed": 0, "class_sum": True}),
+    many, few, hidden, vocab, more = (333, 200, 512, 8191, 8191) if HAS_GPU else (37, 20, 48, 131, 1100)
+    for rows, classes, options in (
+        (many, vocab, {}),
+        (many, vocab, {"idle": 1.0}),
+        (many, vocab, {"bias": True, "class_sum": True, "class_weight": True, "scale": 0.7, "idle": 0.3}),
+        (many, vocab, {"bias": True, "scale": 1 / 4, "transform": "tanh mul:4.0"}),
+        (many, vocab, {"indexed": 0, "class_sum": True}),
         # With few rows class sums are made in tiles, and what they give is added to the exponentials.
-        (few, {"class_sum": True}),
-        (few, {"bias": True, "class_sum": True, "class_weight": True, "scale": 0.7, "idle": 0.3}),
-        (few, {"bias": True, "indexed": 0, "class_sum": True}),
+        (few, more, {"class_sum": True}),
+        (few, vocab, {"bias": True, "class_sum": True, "class_weight": True, "scale": 0.7, "idle": 0.3}),
+        (few, vocab, {"bias": True, "indexed": 0, "class_sum": True}),
+        (few, vocab, {"class_sum": True, "scale": 0.0}),
     ):
-        p = problem(rows, hidden, vocab, dtype, **options)
-        assert tiles.adds_class_sums(p.x, p.index.shape[1], True) == (rows == few)
+        p = problem(rows, hidden, classes, dtype, **options)
+        assert tiles.adds_class_sums(p.x) == (rows == few)
         p.x[5] *= 100  # the offset of this row is bad
         if p.g_class_sum is not None:
             p.g_lse[:6], p.g_picked[3:6] = 0.0, 0.0  # rows with nothing but class sums
-            p.g_class_sum[3:6] = 1.0 / vocab
+            p.g_class_sum[3:6] = 1.0 / classes
+            p.g_lse[6] = (p.g_picked[6] * (p.index[6] >= 0)).sum()  # one whose gradient of the log-sum-exp cancels
         known = {"transform": p.transform}
         loss, *kept = cuda.linear_loss_exponentials(*p.operands, *p.upstream, **known)
         before = [t.clone() for t in kept]
@@ -427,9 +429,9 @@ def kept_exponentials() -> None:
         same_loss, *_ = cuda.linear_loss(*p.operands, *p.upstream, False, False, False, **known)
         exact = p.double()
         _, *want = reference.linear_loss(*exact.operands, *exact.upstream, True, True, True, **known)
-        eager = eager_gradients(p)
+        eager = eager_gradients(p, of_loss=True)
         assert abs(float(loss) - float(same_loss)) <= 1e-5 * abs(float(same_loss)) + 1e-4
-        for name, a, b, e in zip(("input", "weight", "bias"), got, want, [*eager, torch.zeros(vocab)], strict=False):
+        for name, a, b, e in zip(("input", "weight", "bias"), got, want, [*eager, torch.zeros(classes)], strict=False):
             floor = GRADIENT_FLOOR[dtype]
             most = 1.5 * (error(e, b) if name != "bias" or p.bias is not None else 4e-3) + floor
             assert error(a, -3 * b) <= most, (options, name, error(a, -3 * b), most)
@@ -629,6 +631,7 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
             check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, indexed=2, **options))
             check_gradients(problem(rows, hidden, vocab, dtype, idle=1.0))
             check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
+        check_gradients(problem(rows, 3008 if HAS_GPU else 112, vocab, dtype, idle=0.2, **options))
     finally:
         hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES, tiles.LEAST_FILL = sizes
 

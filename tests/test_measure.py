@@ -83,6 +83,11 @@ def in_no_grad(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, w), y)
 
 
+def in_inference_mode(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return F.cross_entropy(F.linear(x, w), y)
+
+
 def one_hot(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return -(F.one_hot(y, VOCAB).float() * F.linear(x, w).log_softmax(-1)).sum(-1).mean()
 
@@ -152,7 +157,19 @@ def deferred_too(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 PROGRAMS = [
     *(plain, projected_in_autocast, checkpointed, deferred_too),
-    *(in_autocast, in_no_grad, one_hot, indexed, tempered, in_place, masked, two_readers, by_hand, distilled),
+    *(
+        in_autocast,
+        in_no_grad,
+        in_inference_mode,
+        one_hot,
+        indexed,
+        tempered,
+        in_place,
+        masked,
+        two_readers,
+        by_hand,
+        distilled,
+    ),
     *(some_rows, all_entries, weighted, fewer_classes, strided),
 ]
 
@@ -181,7 +198,8 @@ def test_what_is_cut_out_returns_what_the_program_did(program: Callable[..., Any
     results = cut.program(*(operand.make() for operand in cut.operands))
     expected = program(*operands())
     expected = expected if isinstance(expected, tuple) else (expected,)
-    if program in (plain, in_autocast, in_no_grad, in_place, weighted, fewer_classes, checkpointed, deferred_too):
+    modes = in_autocast, in_no_grad, in_inference_mode
+    if program in (plain, *modes, in_place, weighted, fewer_classes, checkpointed, deferred_too):
         # These return what their readers do, and nothing that is made of it.
         described = [(result.shape, result.dtype, result.requires_grad) for result in expected]
         assert [(result.shape, result.dtype, result.requires_grad) for result in results] == described

@@ -169,15 +169,14 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
     return next((choice for choice in choices if choice.rows >= rows), choices[-1])
 
 
-def adds_class_sums(input: Tensor, indexed: int, has_lse: bool) -> bool:
+def adds_class_sums(input: Tensor) -> bool:
     """Whether what class sums give is added to the exponentials, rather than made of sums of the operands.
 
     A pass over the exponentials reads and writes them, one over the weight reads that: with half as many rows as
-    hidden units they take the same time. Not if the log-sum-exp has no coefficient in any row (neither has it one
-    itself nor have log-probabilities): there is nothing then that exponentials are multiplied by.
+    hidden units they take the same time.
     """
     rows, hidden = input.shape
-    return 2 * rows <= hidden and (indexed > 0 or has_lse)
+    return 2 * rows <= hidden
 
 
 def of_input_sums(input: Tensor, most: int) -> Tile | None:

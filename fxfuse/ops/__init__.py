@@ -145,14 +145,13 @@ def _linear_loss_fake(input: Tensor, weight: Tensor, *rest: Any, **_: Any) -> tu
 def _linear_loss_exponentials_fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *rest: Any, **_: Any
 ) -> tuple[Tensor, ...]:
-    c_lse, _, c_class_sum = rest[-3:]
+    c_class_sum = rest[-1]
     (rows, hidden), vocab, acc = input.shape, weight.shape[0], acc_dtype(input.dtype)
     block = row_block(input.device)
     most = -(-rows // block) * block
     sizes = (((), acc), ((most, padded(vocab)), input.dtype), ((most, hidden), input.dtype), ((most,), acc))
     lists = ((tuple(index.shape), acc), ((rows,), torch.int32), ((1,), torch.int32))
-    is_added = c_class_sum is None or adds_class_sums(input, index.shape[1], c_lse is not None)
-    row_sum = ((0 if is_added else hidden,), acc)
+    row_sum = ((0 if c_class_sum is None or adds_class_sums(input) else hidden,), acc)
     return tuple(input.new_empty(shape, dtype=dtype) for shape, dtype in (*sizes, *lists, row_sum))
 
 

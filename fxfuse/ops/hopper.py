@@ -131,13 +131,13 @@ class _Gradients:
         if classes is not None and chunk == 0:
             call.finish_classes(rows, chunk, k.own, classes, total, d_bias)
 
-    def exponentials(self, listed: Listed, stats: Stats, up: Upstream, has_lse: bool) -> None:
+    def exponentials(self, listed: Listed, stats: Stats, up: Upstream) -> None:
         """The statistics and the gradients together, from scaled exponentials."""
         call = self.call
         rows = call.cut(listed, _rows_of_exponentials(call))
         sums = Sum(self.d_input, None), call.weight_sum(self.d_weight, rows.chunks)
         classes = call.classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
-        made = _Exponentials.begin(call, rows, stats, up, has_lse, None if classes is None else classes.rows)
+        made = _Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
         made.class_sums(up, self.need_weight)
         # The sums of the tiles are read before the parts of d_input are written.
         scratch = call.empty(max(call.parts_size(), call.sums_size(rows.most)))
@@ -185,17 +185,12 @@ class _Exponentials:
     undo: Tensor | None = None
 
     @classmethod
-    def begin(
-        cls, call: Call, rows: Rows, stats: Stats, up: Upstream, has_lse: bool, shared: Tensor | None = None
-    ) -> _Exponentials:
-        """``has_lse`` says whether the loss has coefficients of the log-sum-exp itself.
-
-        ``shared [most, D]`` float32 is memory that ``make`` may use for bad rows: what it holds is lost.
-        """
+    def begin(cls, call: Call, rows: Rows, stats: Stats, up: Upstream, shared: Tensor | None = None) -> _Exponentials:
+        """``shared [most, D]`` float32 is memory that ``make`` may use for bad rows: what it holds is lost."""
         gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
         e = call.empty(rows.most, tiles.padded(call.vocab), dtype=call.input.dtype)
         row_sum = call.empty(0)
-        if up.class_sum is not None and not tiles.adds_class_sums(call.input, call.index.shape[1], has_lse):
+        if up.class_sum is not None and not tiles.adds_class_sums(call.input):
             row_sum = call.weighted_sum(call.weight, call.class_weight)
         own = torch.zeros_like(up.picked)
         kept = Kept(e, gathered, call.empty(rows.most), own, rows.order, rows.length, row_sum)
@@ -338,7 +333,7 @@ def linear_loss(
     stats = call.unset_stats(want_class_sum)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
     if any(needs) and suits_exponentials(call.input.dtype, call.index.shape[1], want_class_sum, call.transform):
-        grads.exponentials(listed, stats, up, c.lse is not None)
+        grads.exponentials(listed, stats, up)
     else:
         call.stats(listed, stats)
         if any(needs):
@@ -352,7 +347,7 @@ def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
     """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
     listed, up = call.listed_by_coefficients(c)
     stats = call.unset_stats(c.class_sum is not None)
-    made = _Exponentials.begin(call, call.cut(listed, call.rows), stats, up, c.lse is not None)
+    made = _Exponentials.begin(call, call.cut(listed, call.rows), stats, up)
     made.class_sums(up, need_weight=False)
     made.make(0, call.empty(call.sums_size(made.rows.most)))
     return call.loss(stats, c), made.kept
@@ -370,7 +365,7 @@ def kept_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``g []`` float32 is the gradient of the loss. ``kept`` is left as it is."""
     nothing = call.empty(0)
-    up = Upstream(nothing, nothing, None if c_class_sum is None else c_class_sum * g)
+    up = Upstream(nothing, nothing, c_class_sum * g if c_class_sum is not None and kept.row_sum.numel() else None)
     rows = call.cut(Listed(kept.order, kept.length), call.rows)
     made = _Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 8), up, undo=g.view(1))
     made.class_sums(up, needs[1])

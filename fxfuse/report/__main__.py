@@ -162,7 +162,7 @@ def _report(given: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict()) if given.json else for_stream(report, out), file=out, flush=True)
         forms.show(report, given, out)
     except OSError as error:  # a full disk, or a reader that has gone
-        _abandon(1, out.fileno())
+        _abandon(out.fileno(), *(() if given.json else (1,)))
         status = _say(status or UNWRITTEN, f"cannot write standard output: {error.strerror}")
     for line in lines:
         _say(status, line)

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from .. import compat
-from ..mutation import Timeline
+from ..mutation import regions
 from .source import function_name
 
 if TYPE_CHECKING:
@@ -138,13 +138,12 @@ def _cut(candidate: Candidate, in_checkpoint: bool) -> Cut:
             copies[node] = compat.hint(example) if isinstance(example, torch.SymInt) else example
     modes: list[Mode] = []
     parts: dict[Node, int] = {}
-    region = Timeline(graph).region
-    for node in graph.nodes:
+    for node, region in regions(graph):
         if node in inside:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
             # Without its meta, which holds the example values of all of the graph.
             copies[node] = own.create_node(node.op, node.target, args, kwargs)
-            mode = Mode(region[node].grad[-1], region[node].autocast_of(operands[0].device.type))
+            mode = Mode(region.grad[-1], region.autocast_of(operands[0].device.type))
             if not modes or mode != modes[-1]:
                 modes.append(mode)
             parts[copies[node]] = len(modes) - 1

@@ -48,7 +48,7 @@ def write(report: Report, given: argparse.Namespace, title: str) -> None:
     if given.html is not None:
         from .html import page
 
-        given.html.write_text(page(report, journal.watched, title), encoding="utf-8")
+        given.html.write_text(page(report, journal.watched, title), encoding="utf-8", errors="replace")
 
 
 def show(report: Report, given: argparse.Namespace, out: TextIO) -> None:

@@ -160,16 +160,20 @@ def add_program(parser: argparse.ArgumentParser, metavar: str) -> None:
 
 def writable(name: str) -> Path:
     """The file of that name, as the ``type`` of an argument: whether it can be written is better known before a run
-    that may take hours. The program may change directory.
+    that may take hours. The program may change directory, and several processes may ask at once.
     """
     file = Path(name).absolute()
     if not name:
         raise argparse.ArgumentTypeError("the name of a file is empty")
-    is_new = not file.exists()
     try:
-        file.open("a").close()
-        if is_new:
-            file.unlink()
+        target = Path(os.path.realpath(file))
+        if target.is_file() or target.is_dir():
+            target.open("a").close()
+        elif not target.exists():  # a pipe is opened once
+            target.open("x").close()
+            target.unlink(missing_ok=True)
+    except FileExistsError:
+        pass  # another process did the same just now
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write {name}: {error.strerror}") from None
     return file

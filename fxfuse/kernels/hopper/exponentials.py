@@ -4,7 +4,8 @@ With float32 row sums s, taken before E is rounded, ``lse = c + log s`` and the 
 of the logits is ``v * E`` with a factor v per row, and the products for dX and dW need no other pass over ``[rows,
 V]``. Where logits are transformed, E is stored times the derivative of that, and the sums are taken without it. The
 entries of indexed classes, which are the large ones, are left out of E (0 there) and kept in float32. A row whose sum
-leaves the range in which that is accurate is done anew, with its own log-sum-exp for an offset.
+leaves the range in which that is accurate is done anew, with its own log-sum-exp for an offset. What sums of a row's
+logits give to their gradient can be added to E in the end, for all classes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ LEAST_SUM, MOST_SUM = tl.constexpr(2.0**-60), tl.constexpr(2.0**80)
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(2.0**-105), tl.constexpr(2.0**60)
 # What class sums add to E, in its range.
 MOST_ADDED = tl.constexpr(2.0**100)
+# The factor of a row with the gradient of class sums alone: no other one without a gradient of its log-sum-exp has it.
+ALONE = tl.constexpr(2.0)
 
 
 @triton.jit
@@ -174,12 +177,13 @@ def finish_kernel(
     source = tl.load(order + start + row, mask=there, other=0).to(tl.int64)
     s = _over_tiles(part_sum, row, there, most, tiles, BLOCK_TILES)
     c = tl.load(offset + row, mask=there, other=0.0)
-    v = tl.load(g_lse + source, mask=there, other=0.0) / s
+    g = tl.load(g_lse + source, mask=there, other=0.0)
+    v = g / s
     small = (tl.abs(v) >= LEAST_FACTOR) & (tl.abs(v) <= MOST_FACTOR)
     usable = (s >= LEAST_SUM) & (s <= MOST_SUM) & (small | (v == 0))
     if part_class_sum is not None:
         g_sum = tl.load(g_class_sum + source, mask=there, other=0.0)
-        usable = usable & (tl.abs(g_sum) <= tl.abs(v) * MOST_ADDED)
+        usable = usable & ((tl.abs(g_sum) <= tl.abs(v) * MOST_ADDED) | (g == 0))
         tl.store(class_sum + source, _over_tiles(part_class_sum, row, there, most, tiles, BLOCK_TILES), mask=there)
     log_s = tl.log(s)
     for k in range(indexed):
@@ -203,6 +207,8 @@ def finish_kernel(
         tl.store(e + row.to(tl.int64) * e_row + chosen, zero, mask=is_class & usable)
     tl.store(lse + source, c + log_of_sum(s, c), mask=there)
     v = tl.where(usable, v * scale, tl.where(there, 1.0, 0.0))
+    if part_class_sum is not None:
+        v = tl.where(usable & (g == 0) & (g_sum != 0), ALONE, v)
     tl.store(factor + row, v)
 
     bad = tl.where(usable, 0, there.to(tl.int32))
@@ -228,6 +234,7 @@ def finish_kernel(
 def add_class_sums_kernel(
     e,  # [most, V]
     factor,  # [most] float32
+    g_lse,  # [N] float32
     g_class_sum,  # [N] float32
     class_weight,  # [V] float32, or None for ones
     order,  # [N] int32
@@ -252,10 +259,12 @@ def add_class_sums_kernel(
     source = tl.load(order + start + row, mask=there, other=0)
     g = tl.load(g_class_sum + source, mask=there, other=0.0) * scale
     v = tl.load(factor + row, mask=there, other=1.0)
+    alone = (tl.load(g_lse + source, mask=there, other=0.0) == 0) & (v == ALONE)
     added = tl.where(g == 0, 0.0, g / v)[:, None]
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if class_weight is not None:
         added *= tl.load(class_weight + col, mask=col < vocab, other=0.0)[None, :]
     at = e + row.to(tl.int64)[:, None] * e_row + col[None, :]
     mask = there[:, None] & (col < vocab)[None, :]
-    tl.store(at, (tl.load(at, mask=mask, other=0.0).to(tl.float32) + added).to(e.dtype.element_ty), mask=mask)
+    value = tl.load(at, mask=mask & ~alone[:, None], other=0.0).to(tl.float32)
+    tl.store(at, (value + added).to(e.dtype.element_ty), mask=mask)

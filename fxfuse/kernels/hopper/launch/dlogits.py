@@ -139,6 +139,7 @@ class GradientsOfLogits(Statistics):
                 (tiles.cdiv(self.vocab, 1024), tiles.cdiv(rows.most, 16)),
                 e,
                 factor,
+                up.lse,
                 up.class_sum,
                 self.class_weight,
                 rows.order,
