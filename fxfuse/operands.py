@@ -54,7 +54,7 @@ class _Seal:
     def broken(self, tensor: Tensor) -> str:
         """How ``tensor`` was changed; empty if it was not, as far as can be seen."""
         if tensor.untyped_storage().nbytes() == 0:
-            return "its memory was freed"
+            return "its memory was freed (by FSDP, say, which keeps it with reshard_after_forward=False)"
         if tensor.data_ptr() != self.address:
             return "its .data was replaced"
         if self.is_written_to(tensor):

@@ -431,6 +431,8 @@ def sharded(how, device):
         back = {{"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)}}
     for layer in model.model.layers:
         fully_shard(layer, **half)
+    if how == "head apart":  # as accelerate and transformers shard: Dynamo stops before the head
+        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
     return fully_shard(model, reshard_after_forward=how == "gathered twice", **back)
 
 def train(rank, how, device):
@@ -439,6 +441,8 @@ def train(rank, how, device):
     labels = inputs.pop("labels") if how == "loss outside" else None
     models = [sharded(how, device), sharded(how, device)]
     models[0].compile(backend="fxfuse", options=OPTIONS)
+    if how == "head apart":
+        models[0].lm_head.forward = torch.compile(models[0].lm_head.forward, backend="fxfuse", options=OPTIONS)
     for _ in range(2):
         outs = []
         with dense_reads() as reads:
@@ -469,7 +473,7 @@ def main(rank):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group({backend!r}, rank=rank, world_size=2, store=dist.FileStore({store!r}, 2))
-    for how in ("fsdp2", "loss outside", "gathered twice", "bfloat16", "fsdp1"):
+    for how in ("fsdp2", "loss outside", "gathered twice", "head apart", "bfloat16", "fsdp1"):
         train(rank, how, device)
         print("done", rank, how, flush=True)
     dist.barrier()
@@ -484,4 +488,4 @@ if __name__ == "__main__":
 @each_backend
 def test_fully_sharded_data_parallel(tmp_path: Path, backend: str) -> None:
     """Its hooks on what a module returns want no gradient: they gather weights when the backward begins."""
-    run_in_two_processes(_SHARDED, tmp_path, 5, backend)
+    run_in_two_processes(_SHARDED, tmp_path, 6, backend)
