@@ -33,10 +33,10 @@ def sizes(text: str) -> tuple[int, int, int]:
     return rows, hidden, vocab
 
 
-def add_machine(parser: argparse.ArgumentParser, dtype: str = "bfloat16") -> None:
+def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add ``--device`` and ``--dtype``."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default=dtype, choices=DTYPES)
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
 
 
 def command() -> str:

@@ -56,7 +56,7 @@ def is_known(size: Any) -> bool:
 def is_autocast_enabled(device: str) -> bool:
     """Whether autocast is enabled for a kind of device; for one that has none, PyTorch's own question raises.
 
-    Dynamo traces the callers, and does not know before PyTorch 2.13 whether a device has one.
+    Dynamo traces the callers, and PyTorch 2.11's does not know whether a device has one.
     """
     has_one = torch.compiler.is_dynamo_compiling() or torch.amp.is_autocast_available(device)
     return has_one and torch.is_autocast_enabled(device)

@@ -34,7 +34,7 @@ Transform = tuple[Step, ...]
 
 def _tanh(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:
     value = z.tanh()
-    return value, lambda: (value * value).neg_().add_(1)
+    return value, lambda: (value * value).neg_().add_(1)  # in one tensor
 
 
 def _sigmoid(z: Tensor, _: float) -> tuple[Tensor, Callable[[], Tensor]]:

@@ -32,7 +32,7 @@ ALONE = tl.constexpr(2.0)
 def exponentials_of(
     z, bias, col, scale, shift, vocab, SCALED: tl.constexpr, TRANSFORM: tl.constexpr, EVEN_VOCAB: tl.constexpr
 ):
-    """Of products ``z [BM, W]`` exponentials, 0 past the vocabulary, these times the transform's derivative, logits."""
+    """(Exponentials of products ``z [BM, W]``, 0 past the vocabulary; these times the transform's slope; logits)."""
     z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
     # A NaN becomes the ceiling here, and comes back when the row is done anew.
     p = tl.exp2(tl.minimum(exponent(z, shift[:, None]), CEILING))
