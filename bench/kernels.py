@@ -43,11 +43,11 @@ class Kernels:
         listed = call.every_row()
         c = torch.full((rows,), 1 / rows, device=device)
         self.up = Upstream(c, -c[:, None], None)
-        most = rows if rows <= hidden else hopper._rows_of_exponentials(call)
+        most = rows if rows <= hidden else hopper.rows_of_exponentials(call)
         self.rows = call.cut(listed, most)
         self.classes = call.classes(self.rows)
         self.stats = call.no_stats(False)
-        self.made = hopper._Exponentials.begin(call, self.rows, self.stats, self.up)
+        self.made = hopper.Exponentials.begin(call, self.rows, self.stats, self.up)
         self.scratch = call.empty(max(call.parts_size(), call.sums_size(self.rows.most)))
         self.made.make(0, self.scratch)
         self.e = self.made.kept.e[:, :vocab]

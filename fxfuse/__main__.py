@@ -70,7 +70,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="print what became of every head on standard error at exit, also after an exception; of several "
         "processes of torchrun, that of rank 0 does",
     )
-    parser.add_argument("--report-json", metavar="FILE", type=writable, help="write it there as a JSON object")
+    parser.add_argument("--report-json", metavar="FILE", type=writable, help="write the report there as a JSON object")
     add_program(parser, "SCRIPT")
     return parse(parser, argv)
 

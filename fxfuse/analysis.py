@@ -19,10 +19,10 @@ from torch.fx import Graph, Node
 
 from . import compat
 from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
-from .candidate import Candidate, example_of, unfit
+from .candidate import Candidate, unfit
 from .entries import Contents
 from .escape import Escaped, chain_between
-from .mutation import Timeline, called, storages, tensors, writes
+from .mutation import Timeline, called, example_of, storages, tensors, writes
 from .readers import Beside, Reader, Whole
 from .reasons import Reason, because
 from .replay import RowOp
@@ -53,6 +53,7 @@ class Analysis:
     ) -> None:
         """
         Args:
+            graph: what Dynamo captured, each node with its ``example_value``.
             whole: nodes whose probabilities are needed in full, and why; those that are found are in ``needed``.
             turned: products of two matrices of which the less likely is the weight; ``turnable`` has those that may be.
         """

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from . import compat, errors
-from .candidate import Candidate, example_of
+from .candidate import Candidate
 from .deferred import DeferredLogits
-from .mutation import Timeline, storages
+from .mutation import Timeline, example_of, storages
 
 
 @dataclass(frozen=True, eq=False)

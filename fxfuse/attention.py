@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from . import compat, errors
-from .mutation import Timeline, called
+from .mutation import DEEPEST, Timeline, called, example_of
 from .report.source import location
 
 
@@ -156,11 +156,11 @@ class _Masks:
             return None
         query, key, value, mask = (arguments.pop(name, None) for name in ("query", "key", "value", "attn_mask"))
         known = arguments.get("dropout_p", 0.0) == 0 and arguments.get("is_causal", False) is False
-        read = [_example(one) for one in (query, key, value)]
+        read = [example_of(one) for one in (query, key, value)]
         if not known or not isinstance(mask, Node) or not all(map(compat.is_plain, read)):
             return None
         held = self.of(mask) if not self._timeline.region[attention].levels else None
-        if held not in (CAUSAL, ALWAYS) or not _fits(_example(mask), *read):
+        if held not in (CAUSAL, ALWAYS) or not _fits(example_of(mask), *read):
             return None
         if held == CAUSAL and not compat.same(read[0].shape[-2], read[1].shape[-2]):
             return None
@@ -175,13 +175,13 @@ class _Masks:
         if handle not in self._held:
             self._held[handle] = None
             self._depth += 1
-            if self._depth <= _DEEPEST:
+            if self._depth <= DEEPEST:
                 self._held[handle] = self._made(handle)
             self._depth -= 1
         return self._held[handle]
 
     def _made(self, node: Node) -> Held | None:
-        example, make = _example(node), _MAKERS.get(called(node))
+        example, make = example_of(node), _MAKERS.get(called(node))
         known = isinstance(example, Tensor) and compat.is_plain(example)
         if make is None or not known or self._is_written(node):
             return None
@@ -219,10 +219,6 @@ def _fits(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
     return broadcasts and compat.same(key.shape[-2], value.shape[-2])
 
 
-# Tensors that are made of so many others are not looked into, so that Python's stack suffices.
-_DEEPEST = 50
-
-
 # No sum of so small numbers overflows.
 _LARGEST = 1 << 31
 
@@ -257,10 +253,6 @@ def _across(limit: Affine, example: Tensor) -> tuple[float, float]:
     return low, high
 
 
-def _example(handle: Any) -> Any:
-    return handle.meta.get("example_value") if isinstance(handle, Node) else None
-
-
 # --- what nodes make --------------------------------------------------------------------------------------------
 # Each takes what its arguments hold, the node, and what the node is called with. An argument that it does not name, or
 # a value that it does not expect, is a form that is not known.
@@ -270,7 +262,7 @@ Of = Callable[[Any], Held | None]
 
 def _numbers(of: Of, handle: Any) -> Affine | None:
     """What a tensor or a number is as whole numbers on a line; others wrap around and round."""
-    held, example = of(handle), _example(handle)
+    held, example = of(handle), example_of(handle)
     if isinstance(example, Tensor) and example.dtype not in (torch.int64, torch.bool):
         return None
     return Affine(1) if held == ALWAYS else Affine(0) if held == NEVER else held if isinstance(held, Affine) else None
@@ -293,7 +285,7 @@ def _full(of: Of, node: Node, size: Any, fill_value: Any, *, dtype: Any = None, 
 def _same(of: Of, node: Node, input: Any, *_: Any, **__: Any) -> Held | None:
     """Converted, copied or expanded."""
     held = of(input)
-    if _example(node).dtype == torch.bool and isinstance(held, Affine):  # 1 where it is not 0
+    if example_of(node).dtype == torch.bool and isinstance(held, Affine):  # 1 where it is not 0
         return None if held.slopes else ALWAYS
     return held
 
@@ -310,7 +302,7 @@ def _and(of: Of, node: Node, input: Any, other: Any) -> Held | None:
 
 def _not(of: Of, node: Node, input: Any) -> Held | None:
     held = of(input)
-    return _elsewhere(held) if _example(input).dtype == torch.bool else None
+    return _elsewhere(held) if example_of(input).dtype == torch.bool else None
 
 
 def _elsewhere(held: Held | None) -> Where | None:
@@ -346,9 +338,9 @@ def _triangle(sign: int, of: Of, node: Node, input: Any, diagonal: Any = 0) -> H
 
 def _reshaped(of: Of, node: Node, input: Any, *_: Any, **__: Any) -> Held | None:
     """The same axes, but for those of one."""
-    held, before, after = of(input), _axes(_example(input)), _axes(_example(node))
+    held, before, after = of(input), _axes(example_of(input)), _axes(example_of(node))
     same = len(before) == len(after) and all(map(compat.same, before.values(), after.values()))
-    if held is None or not same or _example(input).dtype != _example(node).dtype:  # a view may read other numbers
+    if held is None or not same or example_of(input).dtype != example_of(node).dtype:  # a view may read other numbers
         return None
     return held.moved(dict(zip(before, after, strict=True)).__getitem__)
 
@@ -359,13 +351,13 @@ def _axes(example: Tensor) -> dict[int, Any]:
 
 
 def _diff(of: Of, node: Node, input: Any, n: Any = 1, dim: Any = -1, prepend: Any = None) -> Held | None:
-    held, axis = _numbers(of, input), dim if dim < 0 else dim - _example(node).dim()
+    held, axis = _numbers(of, input), dim if dim < 0 else dim - example_of(node).dim()
     if held is None or n != 1:
         return None
     slope = held.slope(axis)
     if prepend is not None:
         goes_on = held.plus(_affine(slope, {axis: slope}), -1)
-        one = isinstance(prepend, Node) and compat.same(_example(prepend).shape[axis], 1)
+        one = isinstance(prepend, Node) and compat.same(example_of(prepend).shape[axis], 1)
         if not one or _numbers(of, prepend) != goes_on:
             return None
     return Affine(slope)
@@ -375,27 +367,27 @@ def _cumsum(of: Of, node: Node, input: Any, dim: Any) -> Held | None:
     held = _numbers(of, input)
     if held is None or held.slopes:
         return None
-    return _affine(held.const, {dim if dim < 0 else dim - _example(node).dim(): held.const})
+    return _affine(held.const, {dim if dim < 0 else dim - example_of(node).dim(): held.const})
 
 
 def _getitem(of: Of, node: Node, input: Any, index: Any) -> Held | None:
-    held, example = of(input), _example(input)
+    held, example = of(input), example_of(input)
     index = index if isinstance(index, tuple) else (index,)
     if held is None or not isinstance(example, Tensor):
         return None
     if index and all(isinstance(one, Node) for one in index):
         return _taken(of, input, index)
-    return _sliced(held, example, _example(node), index)
+    return _sliced(held, example, example_of(node), index)
 
 
 def _taken(of: Of, input: Node, index: tuple[Node, ...]) -> Affine | None:
     """The entries at given indices, one for each axis."""
-    line, sizes = _numbers(of, input), _example(input).shape
+    line, sizes = _numbers(of, input), example_of(input).shape
     if line is None or len(index) != len(sizes):
         return None
     found = Affine(line.const)
     for axis, one in enumerate(index, -len(index)):
-        example = _example(one)
+        example = example_of(one)
         places = _numbers(of, one) if isinstance(example, Tensor) and example.dtype == torch.int64 else None
         if places is None or places.const < 0 or any(slope < 0 for _, slope in places.slopes):
             return None  # an index below 0 counts from the end

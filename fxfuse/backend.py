@@ -6,7 +6,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,12 @@ def fxfuse(
         ``DeferredLogits``.
 
     Raises:
-        ValueError: an unknown option (the nearest known one is named), or a value of the wrong type.
+        ValueError: an unknown option (the nearest known one is named), or a value of the wrong type or range.
         FxfuseError: under ``fxfuse.strict``, where a head is kept dense for a reason that the user can mend.
 
     Warns:
-        FxfuseWarning: a graph that could not be analysed, and is compiled as it was.
+        FxfuseWarning: a graph that could not be analysed, and is compiled as it was; a call whose arguments share
+            memory as those that were captured did not, which runs as captured; a report that lacks something.
     """
     try:
         own, rest = Options.parse(options)
@@ -108,12 +108,12 @@ def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[...
 
 @functools.cache
 def fingerprint() -> str:
-    """A hash of fxfuse's version and sources.
+    """A hash of fxfuse's sources.
 
     AOTAutograd's cache key names the ops of a graph and not their autograd formulas: without this, a cached
     backward of an older fxfuse would be served after an upgrade.
     """
-    digest = hashlib.sha256(version("fxfuse").encode())
+    digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return f"fxfuse-{digest.hexdigest()[:16]}"

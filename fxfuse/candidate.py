@@ -11,16 +11,12 @@ from torch.fx import Node
 from . import compat
 from .algebra import ClassTensor, Head
 from .escape import Escaped
+from .mutation import example_of
 from .ops.contract import SUPPORTED_DTYPES
 from .readers import Reader
 from .reasons import Reason, because
 from .report.source import location
 from .rules.heads import VOCABULARY_RATIO
-
-
-def example_of(handle: Any) -> Any:
-    """The example value of a node; anything else as it is."""
-    return handle.meta.get("example_value") if isinstance(handle, Node) else handle
 
 
 @dataclass(eq=False)

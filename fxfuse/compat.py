@@ -68,6 +68,8 @@ def is_plain(example: Any) -> bool:
     return plain and example.layout == torch.strided and not example.is_quantized
 
 
+no_torch_function = torch._C.DisableTorchFunctionSubclass  # of subclasses; those of modes stay
+
 # What a fake tensor raises where it is asked for a value, or for a size that depends on one.
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -472,7 +474,8 @@ def change_in_inductor(
 def _writable(graph: Graph) -> set[Node]:
     """Inputs that Inductor may write to: AOTAutograd saved them for this backward alone, and runs it but once.
 
-    None where CUDA graphs are wanted, as Inductor makes none of what writes to an input.
+    Empty for graphs without a backward, and where CUDA graphs are wanted, as Inductor makes none of what writes to an
+    input.
     """
     from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs

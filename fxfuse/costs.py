@@ -10,8 +10,8 @@ from torch import Tensor
 
 from . import compat
 from .algebra import ClassTensor
-from .candidate import Candidate, example_of
-from .mutation import tensors
+from .candidate import Candidate
+from .mutation import example_of, tensors
 from .passes import KEPT, multiplied
 from .readers import Reader
 from .reasons import Reason, because

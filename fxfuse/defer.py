@@ -115,7 +115,7 @@ def defer(
             made = _Projection.apply(head.input, head.weight, head.bias, (value, strides, origin, trained))
         else:
             made = _made(value, strides, origin, head.input.device)
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.no_torch_function():
         describe(made, quickly_replace(value, head=operands.head, requires_grad=made.requires_grad))
         operands.are_of(size, weakref.ref(made._deferred))
     return made

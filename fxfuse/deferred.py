@@ -88,7 +88,7 @@ class DeferredLogits(LazyTensor):
             result = _apply(*found, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.no_torch_function():
             if not compat.saving_is_watched():
                 return func(*args, **kwargs)
             with hooks_as_called_outside():
@@ -176,7 +176,7 @@ def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.no_torch_function():
         return tensor.is_leaf
 
 
@@ -288,7 +288,7 @@ def _apply_locked(
             grad=torch.is_grad_enabled(),
             autocast=compat.is_autocast_enabled(deferred[0].device.type),
         )
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.no_torch_function():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
             # What unbinds no rows makes nothing, of which nothing is to be computed.
@@ -349,13 +349,13 @@ def _is_described(tensor: DeferredLogits) -> bool:
         return False
     if compat.forward_ad_active() or compat.transform_active():
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.no_torch_function():
         return _to_autograd(tensor) == tensor._known_to_autograd
 
 
 def _claims_what_it_is(tensor: DeferredLogits) -> bool:
     """Whether gradients flow through it where it says so: not through a view made under no_grad (``rules.cut_off``)."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.no_torch_function():
         claims = tensor.requires_grad and torch.is_grad_enabled()
     return not claims or any(part.requires_grad for part in parts_of(_description(tensor)))
 
@@ -368,7 +368,7 @@ def _description(tensor: DeferredLogits) -> Described:
 
 def describe(tensor: DeferredLogits, described: Described) -> None:
     state = tensor._deferred
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.no_torch_function():
         tensor._known_to_autograd = _to_autograd(tensor)
         if state.thunk is not None:
             state.thunk = tree_map_only(Tensor, lambda t: _frozen(t.detach()), state.thunk)
@@ -388,7 +388,7 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
     if not isinstance(logits, DeferredLogits) or not _is_described(logits):
         return False
     state = logits._deferred
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.no_torch_function():
         leaf = logits.is_leaf and logits.requires_grad
         alone = state.memory.holders() == 1 and not state.is_view and state.values is None
         # Under no_grad the values would change and the gradients would not.

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from .algebra import Entries, constant
 from .compat import same
-from .mutation import Timeline, called, storages, writes
+from .mutation import DEEPEST, Timeline, called, example_of, storages, writes
 
 Told = Callable[[Any], Entries | None]
 
@@ -36,10 +36,10 @@ class Contents:
         """What the tensor of a node, or a number, holds when ``place`` is about to run; None if that is not known."""
         if isinstance(handle, (int, float)) and not isinstance(handle, bool):
             return constant(float(handle))
-        if not isinstance(handle, Node) or not isinstance(_example(handle), Tensor):
+        if not isinstance(handle, Node) or not isinstance(example_of(handle), Tensor):
             return None
         maker = _maker(handle)
-        if _example(maker).requires_grad or self._timeline.unplaced_write(maker):
+        if example_of(maker).requires_grad or self._timeline.unplaced_write(maker):
             return None
         found = self._of_maker(maker)
         for node in self._timeline.writers(maker, before=place):
@@ -54,7 +54,7 @@ class Contents:
     def _of_maker(self, node: Node) -> Entries | None:
         if node not in self._made:
             make = _MAKERS.get(called(node)) or _CHANGES.get(called(node))
-            if make is None or node.kwargs.get("out") is not None or self._depth > _DEEPEST:
+            if make is None or node.kwargs.get("out") is not None or self._depth > DEEPEST:
                 return None
             self._depth += 1
             self._made[node] = _stored(make(node, functools.partial(self.of, place=node)), node)
@@ -66,13 +66,9 @@ class Contents:
         return edited if handle is edit.args[0] else self.of(handle, edit)
 
 
-# Tensors that are made of so many others are not looked into, so that Python's stack suffices.
-_DEEPEST = 50
-
-
 def _stored(entries: Entries | None, node: Node) -> Entries | None:
     """The same, as the dtype of the node has it."""
-    example = _example(node)
+    example = example_of(node)
     if entries is None or example.dtype.is_complex:
         return None
     try:
@@ -87,10 +83,6 @@ def _maker(node: Node) -> Node:
     while node.args and isinstance(node.args[0], Node) and node.args[0] in writes(node).arguments:
         node = node.args[0]
     return node
-
-
-def _example(handle: Any) -> Any:
-    return handle.meta.get("example_value") if isinstance(handle, Node) else None
 
 
 # --- what nodes make --------------------------------------------------------------------------------------------
@@ -122,7 +114,7 @@ def _scatter(node: Node, told: Told) -> Entries | None:
     dim, index = given.pop("dim", None), given.pop("index", None)
     if given or base is None or base.classes is not None or on is None or not _are_classes(index):
         return None
-    shape, rows = _example(node).shape, _example(index).shape
+    shape, rows = example_of(node).shape, example_of(index).shape
     one_each = len(shape) == len(rows) > 0 and rows[-1] == 1 and all(map(same, shape[:-1], rows[:-1]))
     last = isinstance(dim, int) and dim % max(len(shape), 1) == len(shape) - 1
     return Entries(base.off, on.off, index) if one_each and last else None
@@ -132,7 +124,7 @@ def _converted(node: Node, told: Told) -> Entries | None:
     if not node.args:
         return None
     # What is cut off depends on the last bit.
-    cuts = _example(node.args[0]).dtype.is_floating_point and not _example(node).dtype.is_floating_point
+    cuts = example_of(node.args[0]).dtype.is_floating_point and not example_of(node).dtype.is_floating_point
     return None if cuts else told(node.args[0])
 
 
@@ -148,11 +140,11 @@ def _each(function: Callable[..., float]) -> Callable[[Node, Told], Entries | No
             entries = told(arg)
             if entries is None:
                 return None
-            if not isinstance(arg, Node) and _example(node).dtype != torch.float64:  # as eager converts it first
+            if not isinstance(arg, Node) and example_of(node).dtype != torch.float64:  # as eager converts it first
                 entries = constant(float(torch.tensor(entries.off, dtype=torch.float32, device="cpu")))
             found.append(entries)
             if entries.classes is not None:
-                spread = not _have_one_shape(_example(arg), _example(node))
+                spread = not _have_one_shape(example_of(arg), example_of(node))
                 if spread or (classes is not None and classes is not entries.classes):
                     return None
                 classes = entries.classes
@@ -173,7 +165,7 @@ def _named(node: Node, *names: str) -> Any:
 
 
 def _are_classes(classes: Any) -> bool:
-    example = _example(classes)
+    example = example_of(classes)
     return isinstance(example, Tensor) and example.dtype == torch.int64
 
 

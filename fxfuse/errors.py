@@ -24,11 +24,14 @@ class FxfuseError(RuntimeError):
 
 
 class StaleLogitsError(FxfuseError):
-    """Deferred logits are read after the hidden states, the weight or the bias of their projection have changed."""
+    """Deferred logits are read when they can be computed no more.
+
+    The hidden states, the weight or the bias of their projection have changed, or a CUDA graph is being captured.
+    """
 
 
 class FxfuseWarning(UserWarning):
-    """fxfuse could not do its work and left the program as it was."""
+    """fxfuse could not do a part of its work. What the program computes is right all the same."""
 
 
 def _projection(where: str) -> str:
@@ -156,9 +159,9 @@ STEP_NOT_TRACEABLE = (
 def not_traceable() -> Exception:
     """Another compiled function uses deferred logits: Dynamo breaks its graph there, or raises under ``fullgraph``."""
     return compat.untraceable(
-        "Logits of a compiled model that are not computed yet (fxfuse.DeferredLogits) break the graph of another "
-        "compiled function where it uses them. Compile it without fullgraph, or compute the loss inside of the first "
-        f"function, or {_WITHOUT_DEFERRAL}."
+        "Logits of a compiled model that are not computed yet (fxfuse.deferred.DeferredLogits) break the graph of "
+        "another compiled function where it uses them. Compile it without fullgraph, or compute the loss inside of the "
+        f"first function, or {_WITHOUT_DEFERRAL}."
     )
 
 

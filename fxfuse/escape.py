@@ -225,6 +225,9 @@ def restored(
     """``run``, a compiled graph, with ``DeferredLogits`` among the ``count`` tensors that it returns.
 
     Args:
+        run: takes the arguments of the graph, and returns its results with hidden states where logits were.
+        count: how many of its results the program knows; those after them are operands of ``escapes``.
+        escapes: which results are to be logits again, of what, and what the report says of them.
         least: logits of fewer bytes are computed at once.
         memory: the option ``fxfuse.memory``.
     """

@@ -20,10 +20,10 @@ from torch.fx import Graph, GraphModule, Node
 from . import compat, errors
 from .analysis import Analysis, analyse
 from .apart import Apart
-from .candidate import Candidate, example_of
+from .candidate import Candidate
 from .costs import eager_bytes, total
 from .escape import Escape, send_out
-from .mutation import storages
+from .mutation import example_of, storages
 from .options import Options
 from .passes import BESIDE, WHOLE, compute, why
 from .planning import Pass, Planner

@@ -94,11 +94,11 @@ class LazyTensor(Tensor):
         Raises:
             StaleLogitsError: an operand has changed since.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.no_torch_function():
             return _Plain.apply(self, self._deferred.share())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.no_torch_function():
             return repr(plain_of(self, State.read))
 
 
@@ -273,7 +273,7 @@ def become(tensor: LazyTensor, other: LazyTensor) -> None:
     """Let one be what the other is, to autograd a copy from it; nothing is written."""
     _mode.becoming = True
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.no_torch_function():
             tensor.copy_(other)
     finally:
         _mode.becoming = False
@@ -285,7 +285,7 @@ def deferring(shapes: bool) -> Iterator[None]:
     before = _mode.deferring, _mode.shapes
     _mode.deferring, _mode.shapes = True, shapes
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.no_torch_function():
             yield
     finally:
         _mode.deferring, _mode.shapes = before
@@ -325,7 +325,7 @@ class _Plain(torch.autograd.Function):
 
 def plain_of(deferred: LazyTensor, values: Callable[[State], Tensor] = State.share) -> Tensor:
     """An ordinary tensor, in the same memory if nothing else is said; a leaf if ``deferred`` is one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.no_torch_function():
         found = values(deferred._deferred)
         if deferred.is_leaf:
             return found.detach().requires_grad_(deferred.requires_grad)

@@ -26,6 +26,8 @@ _INPLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _INPLACE
 # Functions that update buffers which they are given, with nothing in their name or schema to tell.
 _UPDATING = ("batch_norm", "instance_norm")
 _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
+# Of what is made of so many nodes one after the other nothing is found out, so that Python's stack suffices.
+DEEPEST = 50
 _PLAIN_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
@@ -36,6 +38,11 @@ def called(node: Node) -> Any:
     except TypeError:
         return None
     return node.target if node.op in ("call_function", "call_method") else None
+
+
+def example_of(handle: Any) -> Any:
+    """The example value of a node; anything else as it is."""
+    return handle.meta.get("example_value") if isinstance(handle, Node) else handle
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -49,7 +56,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def storages(node: Node) -> set[int]:
     """The storages that a node's value lives in."""
-    found = {storage(t) for t in tensors(node.meta.get("example_value"))}
+    found = {storage(t) for t in tensors(example_of(node))}
     if "dropout" in getattr(called(node), "__name__", ""):  # returns its input where it drops none; examples do not
         found.update(*map(storages, node.all_input_nodes))
     return found - {None}  # type: ignore[return-value]
@@ -109,7 +116,7 @@ _UNREPEATABLE_TAGS = {
 
 def is_repeatable(node: Node) -> bool:
     """Whether calling the function of a node once more returns the same tensor, and does nothing else."""
-    example, target = node.meta.get("example_value"), called(node)
+    example, target = example_of(node), called(node)
     if not isinstance(example, torch.Tensor) or not all(map(is_known, example.shape)) or writes(node) != Writes([]):
         return False
     if schemas(target) is not None or example.is_floating_point():  # another's operator; no labels, which may be dear
@@ -266,6 +273,6 @@ class Timeline:
 
         An example value counts writes to itself and its views in its version, whatever made them.
         """
-        example = operand.meta.get("example_value")
+        example = example_of(operand)
         seen = max(map(version, tensors(example)), default=0)
         return seen > sum(certain for _, _, certain in self._writes_to(operand))

@@ -43,7 +43,7 @@ class Options:
         """Split ``given`` into fxfuse's options and those of the inner backend.
 
         Raises:
-            ValueError: an unknown key that starts with ``fxfuse.``, or a value of the wrong type.
+            ValueError: an unknown key that starts with ``fxfuse.``, or a value of the wrong type or range.
         """
         own: dict[str, Any] = {}
         inner: dict[str, Any] = {}

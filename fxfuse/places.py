@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import compat
+
 MOST_RUNS = 1 << 18  # that are compared one by one
 
 
@@ -17,7 +19,7 @@ def write(values: Tensor, place: Tensor) -> None:
 
 
 def have_one_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return compat.storage(a) == compat.storage(b)
 
 
 def in_common(a: Tensor, b: Tensor) -> tuple[Tensor, ...] | None:

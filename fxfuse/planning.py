@@ -15,10 +15,10 @@ from torch.fx import Node
 
 from . import compat
 from .algebra import OfTwoHeads
-from .candidate import Candidate, example_of
+from .candidate import Candidate
 from .costs import copied, has_known_size, makes_gradient, too_dear
 from .escape import why_not
-from .mutation import Timeline, is_repeatable, storages
+from .mutation import Timeline, example_of, is_repeatable, storages
 from .options import Options
 from .passes import computes_again, keeps_much, leading
 from .readers import Reader, Whole

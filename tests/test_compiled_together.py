@@ -189,7 +189,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
 def test_triton_compiles_what_an_op_launches(an_h200: None) -> None:
     x, w, index = torch.empty(256, 64).bfloat16(), torch.empty(512, 64).bfloat16(), torch.zeros(256, 1).long()
-    call = cuda._Head.of(x, w, None, index, None, 1.0, "").call()
+    call = cuda.GpuOperands.of(x, w, None, index, None, 1.0, "").call()
     linear_stats = hopper.linear_stats.__wrapped__  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as threads, launcher.AsyncCompileMode(threads):
         launcher._in_mode("rehearse", linear_stats, call, False, False, False, False)

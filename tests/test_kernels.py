@@ -251,7 +251,7 @@ def problem(
         if isinstance(value, Tensor):
             setattr(made, field.name, value.to(DEVICE))
     if rows:
-        assert cuda._Head.of(*made.operands, "").is_described() == (
+        assert cuda.GpuOperands.of(*made.operands, "").is_described() == (
             route == "described" and tiles.has_descriptors(made.x)
         )
     return made
@@ -603,7 +603,7 @@ def several_windows_along_either_axis() -> None:
     try:
         cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = 0, 32 * 40 * 4, 32
         for rows, vocab in ((40, 150), (150, 40)):
-            at_rows, at_vocab = cuda._windows(rows, vocab, 4, 0)
+            at_rows, at_vocab = cuda.windows_of(rows, vocab, 4, 0)
             assert (len(at_rows) > 2) == (rows > vocab) and (len(at_vocab) > 2) == (vocab > rows)
             for dtype in DTYPES:
                 check_gradients(
@@ -708,7 +708,7 @@ def rows_go_from_the_order_of_the_list_to_where_they_are_from(dtype: torch.dtype
     from fxfuse.kernels.hopper.launch import Rows
 
     p = problem(100, 48, 32, dtype)
-    call = cuda._Head.of(*p.operands, "").call()
+    call = cuda.GpuOperands.of(*p.operands, "").call()
     values = torch.arange(100.0, device=p.x.device)[:, None].expand(100, call.hidden) + 1
     generator = torch.Generator().manual_seed(0)
     for count in (0, 1, 40, 99, 100):
@@ -1031,7 +1031,7 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
             p = problem(rows, hidden, vocab, dtype, scale=scale, idle=idle)
             if kind == "transposed":
                 p.w = p.w.t().contiguous().t()
-                assert dtype == torch.float32 or cuda._Head.of(*p.operands, "").is_described()
+                assert dtype == torch.float32 or cuda.GpuOperands.of(*p.operands, "").is_described()
             p.x[3], p.x[20], p.x[21] = float("nan"), float("inf"), 0
             p.x[21, 0], p.index[21, 0] = float("inf"), int(p.w[:, 0].argmin())
             check_stats(p, skip_unindexed=kind == "idle", bound=2 * STATS_BOUND)  # sums have more terms than elsewhere
@@ -1052,7 +1052,7 @@ def gradients_of_many_hidden_units() -> None:
         p = problem(rows, hidden, vocab, dtype, **options)
         if transposed:
             p.w = p.w.t().contiguous().t()
-            assert cuda._Head.of(*p.operands, "").is_described()
+            assert cuda.GpuOperands.of(*p.operands, "").is_described()
         p.x[5] *= 30  # the offset of this row is bad
         check_gradients(p)
     p = problem(300, 2048, 5003, torch.bfloat16)
@@ -1232,7 +1232,7 @@ def lists_of_rows() -> None:
     rows = 5000  # several programs, the last of which counts more rows at once than it lists
     for idle in (0.0, 0.4, 1.1):
         p = problem(rows, 16, 16, torch.float16, indexed=2, class_sum=True, idle=idle)
-        call = cuda._Head.of(*p.operands, "").call()
+        call = cuda.GpuOperands.of(*p.operands, "").call()
         work = (p.g_lse != 0) | (p.g_picked != 0).any(1) | (p.g_class_sum != 0)
         assert (idle == 0) == bool(work.all()) and (idle > 1) == (not work.any())
         listed, made = call.listed_by_coefficients(Coefficients(*p.upstream))
@@ -1256,7 +1256,7 @@ def lists_of_rows() -> None:
 def classes_of_rows() -> None:
     rows, vocab = 700, 90
     p = problem(rows, 16, vocab, torch.float16, idle=0.3)
-    call = cuda._Head.of(*p.operands, "").call()
+    call = cuda.GpuOperands.of(*p.operands, "").call()
     length = int(call.listed_by_coefficients(Coefficients(*p.upstream))[0].length)
     assert 2 * 128 < length < rows
     for most_ranked in (0, 8192):  # a sort of the library; one row with all others

@@ -108,7 +108,7 @@ def record(
     needs = (True, True, everything)
     options = {"transform": "tanh mul:30.0 masked:-inf" if kind in ("softcap", "stored") else ""}
     if kind == "stored":
-        call = cuda._Head.of(*operands, **options).call()
+        call = cuda.GpuOperands.of(*operands, **options).call()
         hopper.products(call, meta(rows, vocab, dtype=dtype))
         return launches
     if kind.startswith("entropy"):

@@ -383,7 +383,7 @@ def test_the_table(mine: Journal) -> None:
     nothing = Measured(note="nothing in this graph reads the logits")
     noted = replace(report, graphs=(replace(report.graphs[0], sites=(replace(report.sites[0], measured=nothing),)),))
     assert measurements(noted).splitlines()[-1].endswith(": not measured: nothing in this graph reads the logits")
-    assert measurements(Report()) == "No head was fused: nothing to measure."
+    assert measurements(Report()) == "No head was fused or deferred: nothing to measure."
 
 
 # The command line

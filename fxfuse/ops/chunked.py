@@ -1,4 +1,4 @@
-"""The ops in chunks of rows, in plain ATen: what runs on a CPU, and on a GPU for float64.
+"""The ops in chunks of rows, in plain ATen: what runs on a CPU, and where Triton does not on a GPU (see ``cuda``).
 
 A chunk of logits is made, reduced and turned into its own gradient in one buffer, and dropped before the next.
 float16 and bfloat16 operands are multiplied in float32, a block of the vocabulary at a time, so the logits are

@@ -49,7 +49,7 @@ def linear_stats(
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, ...]:
-    if not _has_kernels(input, weight):
+    if not has_kernels(input, weight):
         return chunked.linear_stats(
             input,
             weight,
@@ -64,10 +64,10 @@ def linear_stats(
             transform=transform,
             memory=memory,
         )
-    head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
+    head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
     if head.is_described():
-        with _current(input.device):
-            out = _hopper().linear_stats(head.call(), want_class_sum, want_entropy, want_top, skip_unindexed)
+        with current(input.device):
+            out = hopper().linear_stats(head.call(), want_class_sum, want_entropy, want_top, skip_unindexed)
         return out.lse, out.picked, out.log_prob, out.class_sum, out.residual, out.entropy, out.top, out.argmax
     wanted = (index >= 0).any(1) if skip_unindexed else None
     return head.stats(want_class_sum, wanted, want_entropy, want_top)
@@ -95,18 +95,18 @@ def linear_stats_backward(
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
-    if not _has_kernels(input, weight):
+    if not has_kernels(input, weight):
         return chunked.linear_stats_backward(
             input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
             entropy=entropy, g_entropy=g_entropy, transform=transform, memory=memory,
         )  # fmt: skip
-    head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
+    head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     up = _Upstream(g_lse, g_picked, g_class_sum, g_entropy).contiguous()
     if head.is_described():
-        with _current(input.device):
-            return _hopper().linear_stats_backward(
-                head.call(), _contiguous(lse), _contiguous(residual), up, needs, dtypes, memory, _contiguous(entropy)
+        with current(input.device):
+            return hopper().linear_stats_backward(
+                head.call(), contiguous(lse), contiguous(residual), up, needs, dtypes, memory, contiguous(entropy)
             )
     return head.gradients(lse, residual, up, needs, dtypes, memory, entropy)
 
@@ -128,15 +128,15 @@ def linear_loss(
     transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
-    if not _has_kernels(input, weight):
+    if not has_kernels(input, weight):
         return chunked.linear_loss(
             input, weight, bias, index, class_weight, scale, c_lse, c_log_prob, c_class_sum, *needs, transform=transform
         )
-    head = _Head.of(input, weight, bias, index, class_weight, scale, transform)
+    head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
     if head.is_described():
-        with _current(input.device):
-            c = Coefficients(*map(_contiguous, (c_lse, c_log_prob, c_class_sum)))  # type: ignore[arg-type]
-            loss, grads = _hopper().linear_loss(head.call(), c, needs)
+        with current(input.device):
+            c = Coefficients(*map(contiguous, (c_lse, c_log_prob, c_class_sum)))  # type: ignore[arg-type]
+            loss, grads = hopper().linear_loss(head.call(), c, needs)
         return loss, *grads
     c = Coefficients(c_lse, c_log_prob, c_class_sum).known(index)
     up = _Upstream(*c.upstream())
@@ -156,13 +156,13 @@ def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_s
     (rows, hidden), vocab = input.shape, weight.shape[0]
     if not all(isinstance(size, int) for size in (rows, hidden, vocab)):
         return False
-    if input.device.type != "cuda" or not _has_kernels(input, weight) or not 0 < rows <= hidden:
+    if input.device.type != "cuda" or not has_kernels(input, weight) or not 0 < rows <= hidden:
         return False
     return (
         tiles.has_descriptors(input)
-        and _hopper().fits(input, weight)
-        and _hopper().suits_exponentials(input.dtype, indexed, want_class_sum, transform)
-        and rows * vocab * input.dtype.itemsize <= _hopper().MOST_EXPONENTIALS_BYTES
+        and hopper().fits(input, weight)
+        and hopper().suits_exponentials(input.dtype, indexed, want_class_sum, transform)
+        and rows * vocab * input.dtype.itemsize <= hopper().MOST_EXPONENTIALS_BYTES
     )
 
 
@@ -170,7 +170,7 @@ def clean_index(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
     """``index`` with -1 for what is ignored; the device asserts that the rest are classes."""
     from ..kernels.index import clean
 
-    with _current(index.device):
+    with current(index.device):
         return clean(index, vocab, ignore_index)
 
 
@@ -187,10 +187,10 @@ def linear_loss_exponentials(
     *,
     transform: str = "",
 ) -> tuple[Tensor, ...]:
-    call = _Head.of(input, _on_vectors(weight), bias, index, class_weight, scale, transform).call()
-    with _current(input.device):
-        c = Coefficients(*map(_contiguous, (c_lse, c_log_prob, c_class_sum)))  # type: ignore[arg-type]
-        loss, kept = _hopper().loss_and_exponentials(call, c)
+    call = GpuOperands.of(input, _on_vectors(weight), bias, index, class_weight, scale, transform).call()
+    with current(input.device):
+        c = Coefficients(*map(contiguous, (c_lse, c_log_prob, c_class_sum)))  # type: ignore[arg-type]
+        loss, kept = hopper().loss_and_exponentials(call, c)
     return loss, *kept
 
 
@@ -214,12 +214,12 @@ def linear_loss_exponentials_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Head.of(input, _on_vectors(weight), bias, index, class_weight, scale, "").call()
-    kept = _hopper().Kept(e, gathered, factor, own, order, length, row_sum)
+    call = GpuOperands.of(input, _on_vectors(weight), bias, index, class_weight, scale, "").call()
+    kept = hopper().Kept(e, gathered, factor, own, order, length, row_sum)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     needs = (need_input, need_weight, need_bias)
-    with _current(input.device):
-        return _hopper().kept_gradients(call, kept, c_class_sum, g.contiguous(), needs, dtypes)
+    with current(input.device):
+        return hopper().kept_gradients(call, kept, c_class_sum, g.contiguous(), needs, dtypes)
 
 
 def _on_vectors(weight: Tensor) -> Tensor:
@@ -234,10 +234,10 @@ class _Upstream(Upstream):
     """The same, with what only the kernels ask of it."""
 
     def contiguous(self) -> _Upstream:
-        return _Upstream(*map(_contiguous, self))  # type: ignore[arg-type]
+        return _Upstream(*map(contiguous, self))  # type: ignore[arg-type]
 
 
-class _Head(Operands):
+class GpuOperands(Operands):
     """The operands as the kernels take them: all contiguous but ``input`` and ``weight``."""
 
     @classmethod
@@ -250,17 +250,17 @@ class _Head(Operands):
         class_weight: Tensor | None,
         scale: float,
         transform: str,
-    ) -> _Head:
+    ) -> GpuOperands:
         decode(transform)  # which raises where it is none
-        index = _contiguous(index)  # type: ignore[assignment]
-        return cls(input, weight, _contiguous(bias), index, _contiguous(class_weight), float(scale), transform)
+        index = contiguous(index)  # type: ignore[assignment]
+        return cls(input, weight, contiguous(bias), index, contiguous(class_weight), float(scale), transform)
 
     def is_described(self) -> bool:
         """Whether ``hopper`` takes these operands."""
-        return tiles.has_descriptors(self.input) and _hopper().takes(self.input, self.weight)
+        return tiles.has_descriptors(self.input) and hopper().takes(self.input, self.weight)
 
     def call(self) -> Any:
-        return _hopper().Call(*self.leaves)
+        return hopper().Call(*self.leaves)
 
     def stats(
         self, want_class_sum: bool, wanted: Tensor | None, want_entropy: bool = False, want_top: bool = False
@@ -268,7 +268,7 @@ class _Head(Operands):
         """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
         from ..kernels.stats import row_stats
 
-        with _current(self.input.device):
+        with current(self.input.device):
             return row_stats(
                 self.input,
                 self.weight,
@@ -309,20 +309,20 @@ class _Head(Operands):
                 for shape, need, dtype in zip(shapes, needs, dtypes, strict=True)
             )
         lse, residual, up = lse.contiguous(), residual.contiguous(), up.contiguous()
-        entropy = _contiguous(entropy)
+        entropy = contiguous(entropy)
         factor = undo = None
         if self.input.dtype == torch.float16:
             steep = abs(self.scale) * steepest(decode(self.transform))
             factor, undo = normalisation(up, self.class_weight, steep, entropy)
         # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
         x_for_weight = torch.where(up.nonzero()[:, None], self.input, 0.0) if needs[1] else self.input
-        row_windows, vocab_windows = _windows(rows, vocab, self.input.dtype.itemsize, memory)
+        row_windows, vocab_windows = windows_of(rows, vocab, self.input.dtype.itemsize, memory)
         widest = -(-vocab_windows[0].stop // PAD) * PAD
         buffer = new((row_windows[0].stop, widest))
-        d_input = _ProductSum(shapes[0], self.input, dtypes[0], len(vocab_windows), undo) if needs[0] else None
-        d_weight = _ProductSum(shapes[1], self.input, dtypes[1], len(row_windows), undo) if needs[1] else None
+        d_input = ProductSum(shapes[0], self.input, dtypes[0], len(vocab_windows), undo) if needs[0] else None
+        d_weight = ProductSum(shapes[1], self.input, dtypes[1], len(row_windows), undo) if needs[1] else None
         d_bias = self.input.new_zeros(shapes[2] if needs[2] else (0,), dtype=torch.float32)
-        with _current(self.input.device):
+        with current(self.input.device):
             for at_rows in row_windows:
                 here = _Upstream(*(None if g is None else g[at_rows] for g in up))  # type: ignore[arg-type]
                 x, index = self.input[at_rows], self.index[at_rows]
@@ -352,7 +352,7 @@ class _Head(Operands):
         )
 
 
-def _windows(rows: int, vocab: int, itemsize: int, memory: int) -> tuple[list[slice], list[slice]]:
+def windows_of(rows: int, vocab: int, itemsize: int, memory: int) -> tuple[list[slice], list[slice]]:
     """Cut [rows, vocab] along one axis into equal windows of a bounded size: (slices of rows, of classes).
 
     Windows over the vocabulary finish their part of the weight's gradient and add to the input's, in float32; windows
@@ -369,7 +369,7 @@ def _windows(rows: int, vocab: int, itemsize: int, memory: int) -> tuple[list[sl
     return (cut, [slice(0, vocab)]) if rows > vocab else ([slice(0, rows)], cut)
 
 
-class _ProductSum:
+class ProductSum:
     """A gradient ``[M, D]`` whose row slices are each a sum of ``terms`` products, accumulated in float32.
 
     ``undo`` is a one-element float32 factor of the result. A single product goes straight into ``dtype``.
@@ -388,7 +388,7 @@ class _ProductSum:
         if at.start in self.begun:
             _add_product(a, b, self.total[at])
         else:
-            _product(a, b, self.total[at])
+            multiply(a, b, self.total[at])
             self.begun.add(at.start)
 
     def result(self) -> Tensor:
@@ -402,7 +402,7 @@ class _ProductSum:
 # sum beside 16-bit factors is PyTorch 2.11's; before, the sum had to have the factors' dtype.
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """``out = a @ b``; ``out`` has the operands' dtype, or is float32 and gets the unrounded product."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
@@ -433,13 +433,13 @@ def has_triton(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _has_kernels(input: Tensor, weight: Tensor) -> bool:
+def has_kernels(input: Tensor, weight: Tensor) -> bool:
     if input.dtype not in (torch.float16, torch.bfloat16, torch.float32) or weight.dtype != input.dtype:
         return False
     return has_triton(input.device)
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
+def contiguous(tensor: Tensor | None) -> Tensor | None:
     """Without gaps, and on 16 bytes, as a new tensor is."""
     if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
         return tensor
@@ -447,12 +447,12 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 @functools.cache
-def _hopper() -> Any:
-    from . import hopper  # imports Triton
+def hopper() -> Any:
+    from . import hopper as ops  # imports Triton
 
-    return hopper
+    return ops
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -44,7 +44,7 @@ class _Head(NamedTuple):
     @classmethod
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str) -> _Head:
         decode(transform)  # which raises where it is none
-        return cls(input, weight, cuda._contiguous(bias), float(scale), transform)
+        return cls(input, weight, cuda.contiguous(bias), float(scale), transform)
 
     @classmethod
     def both(cls, operands: Operands, transform: str, teacher_transform: str) -> tuple[_Head, _Head]:
@@ -53,7 +53,7 @@ class _Head(NamedTuple):
     def product(self, at_rows: slice, at_classes: slice, buffer: Tensor) -> tuple[Tensor, Tensor | None, float, str]:
         """``input @ weight.T`` there, float32 in ``buffer``, and what makes it logits."""
         product = _window(buffer, at_rows, at_classes)
-        cuda._product(self.input[at_rows], self.weight[at_classes].t(), product)
+        cuda.multiply(self.input[at_rows], self.weight[at_classes].t(), product)
         return product, None if self.bias is None else self.bias[at_classes], self.scale, self.transform
 
     def factor(self, bound: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -65,7 +65,7 @@ class _Head(NamedTuple):
 
 def _has_kernels(operands: Operands) -> bool:
     heads = operands.student, operands.teacher
-    return operands.input.shape[0] > 0 and all(cuda._has_kernels(input, weight) for input, weight, *_ in heads)
+    return operands.input.shape[0] > 0 and all(cuda.has_kernels(input, weight) for input, weight, *_ in heads)
 
 
 def _window(buffer: Tensor, at_rows: slice, at_classes: slice) -> Tensor:
@@ -78,7 +78,7 @@ def _buffer(input: Tensor, rows: slice, classes: slice, dtype: torch.dtype) -> T
 
 
 def _chunks(rows: int, vocab: int, memory: int) -> list[slice]:
-    """Equal chunks of rows, of both heads' products in float32 in as much memory as ``cuda._windows`` allows."""
+    """Equal chunks of rows, of both heads' products in float32 in as much memory as ``cuda.windows_of`` allows."""
     row_bytes = 2 * 4 * vocab
     most = min(max(rows * row_bytes // cuda.WINDOW_SHARE, cuda.LEAST_WINDOW_BYTES), cuda.MOST_WINDOW_BYTES)
     step = max(1, min(most, memory or most) // row_bytes)
@@ -104,7 +104,7 @@ def linear_divergence(
     out = Divergences.empty(operands, share)
     chunks, whole = _chunks(rows, vocab, memory), slice(0, vocab)
     buffers = [_buffer(operands.input, chunks[0], whole, torch.float32) for _ in heads]
-    with cuda._current(operands.input.device):
+    with cuda.current(operands.input.device):
         for here in chunks:
             read = [head.product(here, whole, at) for head, at in zip(heads, buffers, strict=True)]
             log_q, log_p = (Logits(*one, *row_stats(*one)) for one in read)
@@ -138,7 +138,7 @@ def linear_divergence_backward(
     active = g.active[:, None]
     wanted = any(needs[:3]), any(needs[3:])
     element = 2 * 4 + sum(head.input.dtype.itemsize for head, want in zip(heads, wanted, strict=True) if want)
-    cut = cuda._windows(rows, vocab, element, memory)
+    cut = cuda.windows_of(rows, vocab, element, memory)
     at_rows, at_classes = cut
     sums, buffers, factors = [], [], []
     for head, need, want, bound in zip(heads, (needs[:3], needs[3:]), wanted, _bounds(have, g, g_u), strict=True):
@@ -148,7 +148,7 @@ def linear_divergence_backward(
         buffers.append(_buffer(head.input, at_rows[0], at_classes[0], head.input.dtype) if want else None)
         factors.append(factor)
     products = [_buffer(operands.input, at_rows[0], at_classes[0], torch.float32) for _ in heads]
-    with cuda._current(operands.input.device):
+    with cuda.current(operands.input.device):
         for here in at_rows:
             for at in at_classes:
                 log_q = Logits(*student.product(here, at, products[0]), have.lse[here], have.residual[here])

@@ -109,7 +109,7 @@ class _Gradients:
             call.unlist(rows, self.d_input, gathered)
 
     def from_exponentials(
-        self, made: _Exponentials, chunk: int, sums: tuple[Sum, Sum], classes: Classes | None, parts: Tensor
+        self, made: Exponentials, chunk: int, sums: tuple[Sum, Sum], classes: Classes | None, parts: Tensor
     ) -> None:
         """The products of a chunk that has just been made."""
         call, rows, k, everything = self.call, made.rows, made.kept, slice(0, self.call.vocab)
@@ -134,10 +134,10 @@ class _Gradients:
     def exponentials(self, listed: Listed, stats: Stats, up: Upstream) -> None:
         """The statistics and the gradients together, from scaled exponentials."""
         call = self.call
-        rows = call.cut(listed, _rows_of_exponentials(call))
+        rows = call.cut(listed, rows_of_exponentials(call))
         sums = Sum(self.d_input, None), call.weight_sum(self.d_weight, rows.chunks)
         classes = call.classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
-        made = _Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
+        made = Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
         made.class_sums(up, self.need_weight)
         # The sums of the tiles are read before the parts of d_input are written.
         scratch = call.empty(max(call.parts_size(), call.sums_size(rows.most)))
@@ -146,7 +146,7 @@ class _Gradients:
             self.from_exponentials(made, chunk, sums, classes, scratch)
         self.finish_class_sums(made)
 
-    def finish_class_sums(self, made: _Exponentials) -> None:
+    def finish_class_sums(self, made: Exponentials) -> None:
         if self.need_bias and made.rank_one is not None:
             c = 1.0 if self.call.class_weight is None else self.call.class_weight
             self.d_bias += made.rank_one[0].sum() * self.call.scale * c
@@ -165,7 +165,7 @@ class Kept(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Exponentials:
+class Exponentials:
     """Scaled exponentials of one chunk after the other."""
 
     call: Call
@@ -185,7 +185,7 @@ class _Exponentials:
     undo: Tensor | None = None
 
     @classmethod
-    def begin(cls, call: Call, rows: Rows, stats: Stats, up: Upstream, shared: Tensor | None = None) -> _Exponentials:
+    def begin(cls, call: Call, rows: Rows, stats: Stats, up: Upstream, shared: Tensor | None = None) -> Exponentials:
         """``shared [most, D]`` float32 is memory that ``make`` may use for bad rows: what it holds is lost."""
         gathered = call.empty(rows.most, call.hidden, dtype=call.input.dtype)
         e = call.empty(rows.most, tiles.padded(call.vocab), dtype=call.input.dtype)
@@ -225,7 +225,7 @@ class _Exponentials:
         )  # fmt: skip
 
 
-def _rows_of_exponentials(call: Call) -> int:
+def rows_of_exponentials(call: Call) -> int:
     """How many rows a chunk of exponentials has.
 
     At least a seventh of all, or so many that adding the chunk to d_weight costs little beside its product, which is
@@ -347,7 +347,7 @@ def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
     """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
     listed, up = call.listed_by_coefficients(c)
     stats = call.unset_stats(c.class_sum is not None)
-    made = _Exponentials.begin(call, call.cut(listed, call.rows), stats, up)
+    made = Exponentials.begin(call, call.cut(listed, call.rows), stats, up)
     made.class_sums(up, need_weight=False)
     made.make(0, call.empty(call.sums_size(made.rows.most)))
     return call.loss(stats, c), made.kept
@@ -367,7 +367,7 @@ def kept_gradients(
     nothing = call.empty(0)
     up = Upstream(nothing, nothing, c_class_sum * g if c_class_sum is not None and kept.row_sum.numel() else None)
     rows = call.cut(Listed(kept.order, kept.length), call.rows)
-    made = _Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 8), up, undo=g.view(1))
+    made = Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 8), up, undo=g.view(1))
     made.class_sums(up, needs[1])
     grads = _Gradients(call, needs, dtypes)
     classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None

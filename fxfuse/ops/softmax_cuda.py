@@ -30,24 +30,24 @@ def linear_softmax(
     transform: str = "",
     memory: int = 0,
 ) -> Tensor:
-    if not cuda._has_kernels(input, weight) or dtype == torch.float64:
+    if not cuda.has_kernels(input, weight) or dtype == torch.float64:
         return linear_softmax_chunked(input, weight, bias, scale, log, dtype, transform=transform, memory=memory)
     from ..kernels.softmax import row_stats, write_softmax
 
-    head = cuda._Head.of(
+    head = cuda.GpuOperands.of(
         input, weight, bias, input.new_empty((input.shape[0], 0), dtype=torch.int64), None, scale, transform
     )
     out = input.new_empty((input.shape[0], weight.shape[0]), dtype=dtype)
     if out.numel():
-        with cuda._current(input.device):
+        with cuda.current(input.device):
             # Statistics of other logits than these, unrounded ones, could make probabilities add up to more than one.
             in_place = out.dtype in (input.dtype, torch.float32)
             product = out if in_place else torch.empty_like(out, dtype=torch.float32)
             call = head.call() if head.is_described() else None
-            if call is not None and cuda._hopper().suits_products(call, product):
-                lse, residual = cuda._hopper().products(call, product)
+            if call is not None and cuda.hopper().suits_products(call, product):
+                lse, residual = cuda.hopper().products(call, product)
             else:
-                cuda._product(input, weight.t(), product)
+                cuda.multiply(input, weight.t(), product)
                 lse, residual = row_stats(product, head.bias, head.scale, transform)
             write_softmax(out, product, head.bias, lse, residual, head.scale, transform, log)
     return out
@@ -69,17 +69,17 @@ def linear_softmax_backward(
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
-    if not cuda._has_kernels(input, weight) or out.dtype == torch.float64 or not out.numel():
+    if not cuda.has_kernels(input, weight) or out.dtype == torch.float64 or not out.numel():
         return linear_softmax_backward_chunked(
             input, weight, bias, scale, log, out, g, *needs, transform=transform, memory=memory
         )
     from ..kernels.softmax import mean_and_bound, write_gradient
 
-    (rows, vocab), out, bias = out.shape, out.contiguous(), cuda._contiguous(bias)
+    (rows, vocab), out, bias = out.shape, out.contiguous(), cuda.contiguous(bias)
     # Beside the gradient, what was transformed, in float32.
-    cut = cuda._windows(rows, vocab, input.dtype.itemsize + 4 * bool(transform), memory)
+    cut = cuda.windows_of(rows, vocab, input.dtype.itemsize + 4 * bool(transform), memory)
     at_rows, at_classes = cut
-    with cuda._current(input.device):
+    with cuda.current(input.device):
         mean, bound = mean_and_bound(out, g, log)
         factor = undo = None
         if input.dtype == torch.float16:
@@ -93,7 +93,7 @@ def linear_softmax_backward(
                 dz, product = buffer[window], None
                 if transform:
                     product = products[window]
-                    cuda._product(input[here], weight[at].t(), product)
+                    cuda.multiply(input[here], weight[at].t(), product)
                 write_gradient(
                     dz, out[here], g[here], mean[here], at.start, product, None if bias is None else bias[at],
                     float(scale), transform, factor, log,

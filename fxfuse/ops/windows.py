@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cuda import _ProductSum
+from .cuda import ProductSum
 
 
 class Gradients:
     """Sums over windows of products with the gradient of the logits, in float32.
 
     ``rows [N, D]`` is what the weight's gradient is made of: the hidden states, perhaps with zeros in some rows.
-    ``cut`` has the windows, as ``cuda._windows`` makes them; ``undo`` is a one-element factor of the results.
+    ``cut`` has the windows, as ``cuda.windows_of`` makes them; ``undo`` is a one-element factor of the results.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class Gradients:
         at_rows, at_classes = cut
         self.d_input = self.d_weight = None
         if needs[0]:
-            self.d_input = _ProductSum(input.shape, input, self.dtypes[0], len(at_classes), undo)
+            self.d_input = ProductSum(input.shape, input, self.dtypes[0], len(at_classes), undo)
         if needs[1]:
-            self.d_weight = _ProductSum(weight.shape, weight, self.dtypes[1], len(at_rows), undo)
+            self.d_weight = ProductSum(weight.shape, weight, self.dtypes[1], len(at_rows), undo)
         self.d_bias = weight.new_zeros((weight.shape[0] if needs[2] else 0,), dtype=torch.float32)
 
     def add(self, at_rows: slice, at_classes: slice, dz: Tensor) -> None:

@@ -23,10 +23,10 @@ and its children write goes to standard error. torch is imported before the
 script runs, and what other processes compile is not seen.
 
 --html draws the graph around every head, before and after, on one page that
-needs no network; --diff prints the same as code. --measure runs every fused
-head twice when the script is done, alone, with random operands of the same
-shapes: as the inner backend compiles it, and as fxfuse does. It needs real
-tensors, so that FILE.py:NAME is not fake with it.
+needs no network; --diff prints the same as code. --measure runs every head
+that is fused or deferred twice when the script is done, alone, with random
+operands of the same shapes: as the inner backend compiles it, and as fxfuse
+does. It needs real tensors, so that FILE.py:NAME is not fake with it.
 
 exit status:
   0  the script ran, or exited with status 0, and at least one head was seen

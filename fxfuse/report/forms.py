@@ -15,7 +15,8 @@ def add_flags(parser: argparse.ArgumentParser, instead_of_json: Any) -> None:
     instead_of_json.add_argument("--diff", action="store_true", help="print the graphs before and after too, as a diff")
     drawn = "also write a page to FILE, with every head drawn"
     parser.add_argument("--html", metavar="FILE", type=writable, help=drawn)
-    parser.add_argument("--measure", action="store_true", help="also measure time and memory of every head")
+    costs = "also measure time and memory of every head that is fused or deferred"
+    parser.add_argument("--measure", action="store_true", help=costs)
 
 
 def watch(given: argparse.Namespace) -> None:

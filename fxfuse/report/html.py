@@ -16,7 +16,7 @@ from .diff import of_graph
 from .heads import COMPUTED, Head, heads_of, totals
 from .layout import Layout, Placed, layout
 from .picture import Box, Drawing, Sketch
-from .records import GraphRecord, Report, Site, Status, Watched
+from .records import COSTS, GraphRecord, Report, Site, Status, Watched
 from .text import human_bytes, no_heads, without_masks
 
 # Of light and dark pages. A test holds every pair that is read against WCAG's contrast of 4.5.
@@ -52,11 +52,6 @@ PALETTES = {
 }
 
 SIGNS = {"fused": "✓", "deferred": "◷", "kept": "✕"}
-_COSTS = {
-    "read": "computed after all, because something read their values",
-    "at_once": "computed at once, as they were small then, or inside of a functional transform",
-    "copied": "their weight was copied before an optimizer changed it, as nothing had read them yet",
-}
 
 _CHARACTER = 7.3  # width of one, in the drawings
 _LONGEST = 26  # characters of a line in a box
@@ -89,7 +84,7 @@ def page(report: Report, watched: Mapping[int, Watched], title: str) -> str:
         heads=[(head, _id(head.graph, head.index), _name(head.site)) for head in heads],
         graphs=[_graph(graph, watched, heads) for graph in report.graphs],
         fused_reads=[read for head in heads for read in head.fused_reads],
-        reads={kind: (cost, [r for h in heads for r in h.reads if r.kind == kind]) for kind, cost in _COSTS.items()},
+        reads={kind: (cost, [r for h in heads for r in h.reads if r.kind == kind]) for kind, cost in COSTS.items()},
     )
 
 

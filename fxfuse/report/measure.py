@@ -183,7 +183,7 @@ def measurements(report: Report) -> str:
     return (
         "\n".join([_MEASURED, "", *grid, *dict.fromkeys(notes)])
         if rows or notes
-        else "No head was fused: nothing to measure."
+        else "No head was fused or deferred: nothing to measure."
     )
 
 

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 Status = Literal["fused", "deferred", "kept"]
 Kind = Literal["read", "copied", "at_once"]
+COSTS: dict[Kind, str] = {
+    "read": "deferred logits were computed after all, because something read their values",
+    "at_once": "logits were computed at once, because there were fewer bytes of them than fxfuse.min_logits_bytes, or "
+    "inside of a functional transform",
+    "copied": "a weight was copied before an optimizer changed it, because logits that nothing had read were still "
+    "there (`del` them before the step to save the memory)",
+}
 _MOST_WEIGHTS = 64  # of a site that are told apart: a program may make a new one in every step
 _WAYS = 8  # to one reader of deferred logits that are told apart
 SCHEMA = 2  # of the JSON form; see docs/report.md

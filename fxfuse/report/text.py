@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO, get_args
 
 from .heads import Head, compilations, heads_of, totals
-from .records import Ending, GraphRecord, Report, Status, Use
+from .records import COSTS, Ending, GraphRecord, Report, Status, Use
 
 WIDTH = 100  # columns at most; a cell breaks onto more lines before the table gets wider
 _NARROWEST = 60
@@ -241,18 +241,10 @@ def _worth(head: Head) -> Iterator[str]:
 
 # --- what came later --------------------------------------------------------------------------------------------
 
-_COSTS = {
-    "read": "deferred logits were computed after all, because something read their values",
-    "at_once": "logits were computed at once, because there were fewer bytes of them than fxfuse.min_logits_bytes, or "
-    "inside of a functional transform",
-    "copied": "a weight was copied before an optimizer changed it, because logits that nothing had read were still "
-    "there (`del` them before the step to save the memory)",
-}
-
 
 def _reads(heads: Sequence[Head], width: int) -> Iterator[str]:
     """For each kind of cost of deferred logits, where it arose."""
-    for kind, sentence in _COSTS.items():
+    for kind, sentence in COSTS.items():
         lines = []
         for read in (read for head in heads for read in head.reads if read.kind == kind):
             size = human_bytes(read.bytes // read.count)
