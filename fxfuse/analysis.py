@@ -129,7 +129,7 @@ class Analysis:
             axis=axis,
         )
         self.candidates.append(candidate)
-        reason = unfit(candidate)
+        reason = unfit(candidate, self.timeline.region[node].has_autocast(out.device.type))
         if reason is not None:
             candidate.keep(reason)
             self._values[node] = _Dense(candidate)

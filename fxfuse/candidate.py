@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -81,8 +82,12 @@ class Candidate:
         self.read, self.shown = self.read or other.read, self.shown or other.shown
 
 
-def unfit(candidate: Candidate) -> Reason | None:
-    """Why the operands of a projection cannot be fused at all, if so."""
+# What autocast converts to its own dtype.
+_CONVERTED = frozenset((torch.float32, torch.float16, torch.bfloat16))
+
+
+def unfit(candidate: Candidate, autocast: bool) -> Reason | None:
+    """Why the operands of a projection, under ``autocast`` or not, cannot be fused at all, if so."""
     head = candidate.head
     where = location(candidate.node)
     named = (("the input", head.input), ("the weight", head.weight), ("the bias", head.bias))
@@ -106,4 +111,8 @@ def unfit(candidate: Candidate) -> Reason | None:
         return because("shape", f"the bias has the shape {tuple(example_of(head.bias).shape)}", where)
     if head.dtype not in SUPPORTED_DTYPES:
         return because("dtype", f"the logits are {head.dtype}", where)
+    dtypes = {name: example_of(handle).dtype for name, handle in named if handle is not None}
+    together = set(dtypes.values())
+    if len(together) > 1 and not (autocast and together <= _CONVERTED):  # eager raises; tensors without data do not
+        return because("dtype", ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items()), where)
     return None

@@ -513,6 +513,48 @@ def test_a_temperature_of_float16_logits(scaled: Any) -> None:
     assert [site.reason.code for site in sites if site.reason] == ["dtype"]
 
 
+BFLOAT16 = {"rtol": 1e-2, "atol": 0.07}  # of logits of up to 16, less a bias
+_DTYPES = {
+    "a_wider_weight": (torch.bfloat16, torch.float32, torch.float32),
+    "a_narrower_weight": (torch.float32, torch.float16, torch.float32),
+    "of_16_bits_each": (torch.float16, torch.bfloat16, torch.bfloat16),
+    "a_bias_alone": (torch.bfloat16, torch.bfloat16, torch.float32),
+    "a_float64_weight": (torch.float32, torch.float64, torch.float64),
+    "a_bias_of_numbers": (torch.float32, torch.float32, torch.int64),
+}
+
+
+@pytest.mark.parametrize("dtypes", _DTYPES.values(), ids=_DTYPES)
+@pytest.mark.parametrize("escapes", [False, True])
+def test_operands_of_different_dtypes(dtypes: tuple[torch.dtype, ...], escapes: bool) -> None:
+    """Eager raises outside of autocast, which tensors without data do not; under autocast it converts all but float64
+    and numbers that are no floats."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.linear(x, w, b)
+        return z if escapes else ce(z, y)
+
+    s = World.make(torch.float32)
+    operands = [t.detach().to(dtype) for t, dtype in zip((s.x.flatten(0, 1), s.w, s.b), dtypes, strict=True)]
+    for t in operands:
+        t.requires_grad_(t.is_floating_point())
+    y = s.y.flatten()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        program(*operands, y)
+    with new_sites() as sites, pytest.raises(RuntimeError, match="same dtype"):
+        compiled(program)(*operands, y)
+    assert [site.reason.code for site in sites if site.reason] == ["dtype"]
+
+    converted = set(dtypes) <= {torch.float32, torch.float16, torch.bfloat16}
+    with torch.autocast("cpu", dtype=torch.bfloat16), new_sites() as sites:
+        if converted:
+            torch.testing.assert_close(compiled(program)(*operands, y), program(*operands, y), **BFLOAT16)
+        else:
+            with pytest.raises(RuntimeError, match="same dtype"):
+                compiled(program)(*operands, y)
+    assert [site.status for site in sites] == ["kept" if not converted else "deferred" if escapes else "fused"]
+
+
 def test_a_view_made_under_no_grad_begins_no_gradient() -> None:
     def program(s: World) -> Any:
         z = s.z
