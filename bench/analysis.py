@@ -18,24 +18,26 @@ from typing import Any
 import tabulate
 import torch
 import torch._inductor.utils
+from conditions import about, told
 from tqdm import tqdm
 
 import fxfuse  # noqa: F401 (registers the ops, whose import is not part of an analysis)
 from fxfuse import backend
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-def measure(layers: int) -> dict[str, float | int | str]:
+
+def measure(layers: int) -> dict[str, float | int]:
     """Seconds that are fxfuse's own, and those of all of the compilation; and the size of the graph."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32000, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(device)
-    ids = torch.randint(0, 32000, (2, 64), device=device)
+    model = LlamaForCausalLM(config).to(DEVICE)
+    ids = torch.randint(0, 32000, (2, 64), device=DEVICE)
     seen: dict[str, float | int] = {"nodes": 0, "own": 0.0}
     inner_of = backend._inner
 
@@ -66,7 +68,7 @@ def measure(layers: int) -> dict[str, float | int | str]:
         total = time.perf_counter() - start
     finally:
         backend._inner = inner_of
-    return {"layers": layers, "device": device, "torch": torch.__version__, "total": total, **seen}
+    return {"layers": layers, "total": total, **seen}
 
 
 def main() -> None:
@@ -88,9 +90,11 @@ def main() -> None:
         )
         for r in results
     ]
+    conditions = about(DEVICE, "float32")
+    print(told(conditions))
     print(tabulate.tabulate(rows, ("layers", "nodes", "fxfuse", "all of compilation", "share")))
     if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        args.json.write_text(json.dumps({**conditions, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
