@@ -256,7 +256,7 @@ def products_of_rows(vocab: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
     The ops on a CPU compute one row at a time meanwhile. Neither a dispatch mode, which steps aside inside a tensor
     subclass, nor the journal, which is fxfuse's own, needs to be believed: it is PyTorch's profiler that counts.
     """
-    for name, size in (("CHUNK_BYTES", 1), ("CHUNK_ROWS", 0), ("MIN_CHUNK_ROWS", 1)):
+    for name, size in (("CHUNK_BYTES", 1), ("CHUNK_ROWS", 0), ("LEAST_CHUNK_ROWS", 1)):
         monkeypatch.setattr(chunked, name, size)
     found: list[int] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:

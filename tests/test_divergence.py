@@ -526,7 +526,7 @@ def test_opcheck(device: str, grad: bool, dtype: torch.dtype) -> None:
 def test_chunk_boundaries_do_not_show(
     device: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", rows * 23 * 4 * divergence.BUFFERS)
     monkeypatch.setattr(chunked, "CHUNK_ROWS", 0)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", 7 * 4)
@@ -549,7 +549,7 @@ def test_chunk_boundaries_do_not_show(
 def test_no_operation_inside_makes_the_logits(
     device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     rows, hidden, vocab, step = 96, 4, 211, 4
     share = options.get("share", 0.0)
     memory = step * vocab * 4 * (divergence.MIXED_BUFFERS if share else divergence.BUFFERS)

@@ -599,9 +599,9 @@ def the_same_shapes_at_other_addresses(dtype: torch.dtype) -> None:
 
 @case(routes=("general",))
 def several_windows_along_either_axis() -> None:
-    sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW)
+    sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW)
     try:
-        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = 0, 32 * 40 * 4, 32
+        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW = 0, 32 * 40 * 4, 32
         for rows, vocab in ((40, 150), (150, 40)):
             at_rows, at_vocab = cuda.windows_of(rows, vocab, 4, 0)
             assert (len(at_rows) > 2) == (rows > vocab) and (len(at_vocab) > 2) == (vocab > rows)
@@ -610,7 +610,7 @@ def several_windows_along_either_axis() -> None:
                     problem(rows, 24, vocab, dtype, indexed=2, bias=True, class_weight=True, class_sum=True)
                 )
     finally:
-        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = sizes
+        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW = sizes
 
 
 @case(each_dtype=True, routes=tuple(way for way in ROUTES if way != "general"))
@@ -940,14 +940,14 @@ def gradients_of_entropies_of_any_size(dtype: torch.dtype) -> None:
 
 @case(routes=("general",))
 def entropies_in_several_windows() -> None:
-    sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW)
+    sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW)
     try:
-        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = 0, 32 * 40 * 4, 32
+        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW = 0, 32 * 40 * 4, 32
         for rows, vocab in ((40, 150), (150, 40)):
             for dtype in DTYPES:
                 check_gradients(problem(rows, 24, vocab, dtype, indexed=2, bias=True, class_sum=True, entropy=True))
     finally:
-        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.MIN_WINDOW = sizes
+        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW = sizes
 
 
 # --- rows without work ----------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def softmax_in_several_windows(dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def small_windows(most: int) -> Iterator[None]:
-    names = ("LEAST_WINDOW_BYTES", "MOST_WINDOW_BYTES", "MIN_WINDOW")
+    names = ("LEAST_WINDOW_BYTES", "MOST_WINDOW_BYTES", "LEAST_WINDOW")
     kept = [getattr(cuda, name) for name in names]
     rows = divergence_cuda.ROWS
     try:

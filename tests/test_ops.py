@@ -386,7 +386,7 @@ def test_the_bound_of_float16_gradients_holds_for_entropies(vocab: int, spread: 
 
 @pytest.mark.parametrize("memory", [3 * 4 * 23 * 4, 1])
 def test_entropies_keep_within_the_memory_of_buffers(device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     p = problem(40, 2, 23, device=device)
     index = some_index(p, 1)
     head = (p.input, p.weight, p.bias, index, None, 1.0)
@@ -1008,7 +1008,7 @@ def test_chunks_on_a_cpu_are_a_fraction_of_the_logits(rows: int, vocab: int, buf
     """All buffers of a chunk together, but where the fewest rows that make a product take more."""
     slices = chunked.row_slices(rows, 4 * vocab, 0, buffers)
     assert [i for s in slices for i in range(s.start, s.stop)] == list(range(rows))
-    most = max(chunked.CHUNK_BYTES, rows * 4 * vocab // 4, chunked.MIN_CHUNK_ROWS * buffers * 4 * vocab)
+    most = max(chunked.CHUNK_BYTES, rows * 4 * vocab // 4, chunked.LEAST_CHUNK_ROWS * buffers * 4 * vocab)
     assert max(s.stop - s.start for s in slices) * buffers * 4 * vocab <= most
 
 
@@ -1016,7 +1016,7 @@ def test_chunks_on_a_cpu_are_a_fraction_of_the_logits(rows: int, vocab: int, buf
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """At most so many rows a chunk and so many classes converted at a time, for V = 23 and D = 4."""
     rows, classes = request.param
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", rows * 23 * 4)
     monkeypatch.setattr(chunked, "CHUNK_ROWS", 0)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", classes * 4)
@@ -1061,7 +1061,7 @@ def test_chunk_boundaries_do_not_show(device: str, chunks: tuple[int, int], dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_no_operation_inside_makes_the_logits(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, hidden, vocab, step = 96, 8, 211, 4
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", step * vocab * torch.finfo(acc_dtype(dtype)).bits // 8)
     monkeypatch.setattr(chunked, "CHUNK_ROWS", 0)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", 16 * hidden)

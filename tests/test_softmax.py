@@ -352,7 +352,7 @@ def test_opcheck(device: str, log: bool, grad: bool, dtype: torch.dtype) -> None
 def test_chunk_boundaries_do_not_show(
     device: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", rows * 23 * 4 * softmax.BACKWARD_BUFFERS)
     monkeypatch.setattr(chunked, "CHUNK_ROWS", 0)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", 7 * 4)
@@ -378,7 +378,7 @@ def test_chunk_boundaries_do_not_show(
 def test_nothing_else_of_the_size_of_the_logits_is_made(
     device: str, transform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     rows, hidden, vocab, step = 96, 8, 211, 4
     memory = step * vocab * 4 * softmax.BACKWARD_BUFFERS
     p = problem(rows, hidden, vocab, device=device)

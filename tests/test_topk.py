@@ -86,7 +86,7 @@ def test_order_and_special_values_are_those_of_torch(device: str) -> None:
 def test_chunk_boundaries_do_not_show(
     device: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     monkeypatch.setattr(chunked, "CAST_ELEMENTS", 7 * 4)
     p = problem(13, 4, 23, dtype, device)
     head = (p.input, p.weight, p.bias, 0.5, 4, True, True)
@@ -99,7 +99,7 @@ def test_chunk_boundaries_do_not_show(
 
 
 def test_nothing_of_the_size_of_the_logits_is_made(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunked, "LEAST_CHUNK_ROWS", 1)
     rows, hidden, vocab, step = 96, 8, 211, 4
     p = problem(rows, hidden, vocab, device=device)
     with LargestTensor() as spy:

@@ -24,7 +24,7 @@ CHUNK_BYTES = 32 << 20
 # Where the vocabulary is so large that the bytes are fewer rows than these, or than a quarter of all: each chunk reads
 # the weight and adds to its gradient, which takes as long as the products of some tens of rows.
 CHUNK_ROWS = 256
-MIN_CHUNK_ROWS = 16
+LEAST_CHUNK_ROWS = 16
 # Elements of the weight that are converted to float32 at a time when it is stored in 16 bits.
 CAST_ELEMENTS = 4 << 20
 
@@ -78,7 +78,7 @@ def row_slices(rows: int, row_bytes: int, memory: int, buffers: int = 1, most: i
     """Equal chunks of rows, of which ``buffers`` take at most ``memory`` bytes and ``most``; none where N is 0."""
     if most is None:
         most = max(CHUNK_BYTES, min(CHUNK_ROWS, rows // 4) * row_bytes)
-    step = max(MIN_CHUNK_ROWS, min(most, memory or most) // max(1, buffers * row_bytes))
+    step = max(LEAST_CHUNK_ROWS, min(most, memory or most) // max(1, buffers * row_bytes))
     # A short last one would waste a product.
     step = max(1, math.ceil(rows / max(1, math.ceil(rows / step))))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

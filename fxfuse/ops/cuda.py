@@ -31,7 +31,7 @@ from .contract import Coefficients, Operands, Upstream, normalisation, stash_dty
 # speed in short products, more costs memory that the fused ops are there to save.
 WINDOW_SHARE = 8
 LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 64 << 20, 512 << 20
-MIN_WINDOW = 256
+LEAST_WINDOW = 256
 
 
 def linear_stats(
@@ -361,10 +361,10 @@ def windows_of(rows: int, vocab: int, itemsize: int, memory: int) -> tuple[list[
     long, short = max(rows, vocab), min(rows, vocab)
     window = min(max(rows * vocab * itemsize // WINDOW_SHARE, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
     window = min(window, memory or window)
-    most = max(1, window // (short * itemsize * MIN_WINDOW)) * MIN_WINDOW
+    most = max(1, window // (short * itemsize * LEAST_WINDOW)) * LEAST_WINDOW
     count = -(-long // most)
     # Equal windows, but for whole tiles: a short last one would waste a product.
-    step = -(-long // (count * MIN_WINDOW)) * MIN_WINDOW
+    step = -(-long // (count * LEAST_WINDOW)) * LEAST_WINDOW
     cut = [slice(start, min(start + step, long)) for start in range(0, long, step)]
     return (cut, [slice(0, vocab)]) if rows > vocab else ([slice(0, rows)], cut)
 
@@ -455,4 +455,9 @@ def hopper() -> Any:
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():  # which is known sooner than it is set
+        return _AS_IT_IS
+    return torch.cuda.device(device)
+
+
+_AS_IT_IS = contextlib.nullcontext()

@@ -18,7 +18,7 @@ from .casts import converted
 from .statistics import along_classes, most, times
 
 # The index [N, K] and what is picked are small beside [N, V] only while K is small beside V.
-MAX_COLUMNS = 64
+MOST_COLUMNS = 64
 
 
 def _normalised(call: Call, kind: type[ClassTensor], input: Any, dim: Any) -> ClassTensor:
@@ -89,8 +89,10 @@ def _picked(call: Call, input: Any, dim: Any, index: Any, wraps: bool) -> Reader
     if not fits:
         call.keep("shape", f"{call.name} has an index of shape {tuple(like.shape)} into {tuple(input.shape)}")
     columns = like.shape[axis] if like.dim() else 1
-    if not isinstance(columns, int) or columns > MAX_COLUMNS or columns == 0:
-        call.keep("unsupported_argument", f"{call.name} picks {columns} classes a row; fxfuse picks 1 to {MAX_COLUMNS}")
+    if not isinstance(columns, int) or columns > MOST_COLUMNS or columns == 0:
+        call.keep(
+            "unsupported_argument", f"{call.name} picks {columns} classes a row; fxfuse picks 1 to {MOST_COLUMNS}"
+        )
     last = axis == max(like.dim(), 1) - 1
 
     def rows_first(emit: Emit) -> Handle:
@@ -129,8 +131,8 @@ def topk(
     along_classes(call, input, dim)
     if k == 1 and largest:
         return most(call, input, dim, True)
-    if not isinstance(k, int) or not 0 < k <= min(MAX_COLUMNS, input.vocab):
-        call.keep("unsupported_argument", f"{call.name} has k={k}; fxfuse finds up to {MAX_COLUMNS} classes a row")
+    if not isinstance(k, int) or not 0 < k <= min(MOST_COLUMNS, input.vocab):
+        call.keep("unsupported_argument", f"{call.name} has k={k}; fxfuse finds up to {MOST_COLUMNS} classes a row")
     if input.factor < 0:
         call.keep("unknown_reader", f"{call.name} of something other than logits")
     entries = _entries(call, input)
