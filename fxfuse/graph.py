@@ -10,7 +10,6 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,23 +17,21 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from . import compat, errors
-from .analysis import Analysis, analyse
+from .analysis import analyse
 from .apart import Apart
 from .candidate import Candidate
-from .costs import eager_bytes, total
 from .escape import Escape, send_out
 from .mutation import example_of, storages
 from .options import Options
-from .passes import BESIDE, WHOLE, compute, why
+from .passes import BESIDE, WHOLE, compute
 from .planning import Pass, Planner
 from .readers import Reader
 from .reasons import because
 from .replay import Emit, Handle
-from .report.chain import Told, uses_of
-from .report.records import Ending, Projection, Site, Watcher
-from .report.source import function_name, line_at, location, module_path, projection_name
-from .report.telling import telling
-from .report.weights import captured_with
+from .report.chain import Told
+from .report.records import Ending, Site, Watcher
+from .report.site import site_of, told_of
+from .report.source import location
 
 # --- rewriting ------------------------------------------------------------------------------------------------
 
@@ -121,102 +118,6 @@ def _as_eager(emit: _GraphEmit, node: Node, result: Node, alone: bool) -> Node:
     return result
 
 
-# --- telling --------------------------------------------------------------------------------------------------
-
-# The passes of a head: how each is computed, and what it reads.
-_Passes = Sequence[tuple[str, Sequence[Reader]]]
-
-
-def _told(candidate: Candidate, analysis: Analysis, end: Ending | None, in_checkpoint: bool) -> Told:
-    """How the logits are used, as far as that can be told."""
-    told = Told()
-    with telling():
-        projections = {
-            node: Projection(projection_name(node, head.weight), location(node) or "")
-            for node, head in candidate.projections.items()
-        }
-        returned = [escaped.node for escaped in candidate.escaped]
-        told = uses_of(projections, candidate.flow, analysis.carries, end, in_checkpoint, returned)
-    return told
-
-
-def _trained(candidate: Candidate) -> tuple[bool, bool]:
-    """Whether the hidden states and the weight require a gradient."""
-    head = candidate.head
-    return bool(example_of(head.input).requires_grad), bool(example_of(head.weight).requires_grad)
-
-
-def _site(candidate: Candidate, passes: _Passes, told: Told, in_checkpoint: bool = False, memory: int = 0) -> Site:
-    """The record of a head; with less in it, if that cannot be told, for a head is fused all the same."""
-    fused, head = candidate.kept is None, candidate.head
-    site = Site(
-        status="kept" if not fused else "deferred" if candidate.escaped else "fused",
-        pattern=" → ".join(candidate.trail or (function_name(candidate.node),)),
-        where=location(candidate.node) or "",
-        module="",
-        rows=candidate.rows,
-        hidden=_number(head.hidden),
-        vocab=_number(head.vocab),
-        dtype=str(head.dtype).removeprefix("torch."),
-        variant="; ".join(dict.fromkeys(variant for variant, _ in passes)),
-        reason=candidate.kept,
-        chain=told.chain,
-        uses=told.uses,
-        rows_hint=candidate.rows,
-        projections=told.projections,
-    )
-    with telling():
-        rows: Any = 1
-        shape = example_of(candidate.node).shape
-        for i, size in enumerate(shape):
-            rows = rows if i == candidate.axis else rows * size
-        patterns = dict.fromkeys(reader.pattern for _, readers in passes for reader in readers) if fused else ()
-        logits, converted, gradient = eager_bytes(candidate, {variant for variant, _ in passes})
-        causes = _causes(candidate, passes, in_checkpoint, memory) if fused else ()
-        site = replace(
-            site,
-            pattern=" + ".join(patterns) or site.pattern,
-            module=module_path(candidate.node, head.weight),
-            rows=_number(rows),
-            bytes_saved=_saved(candidate, logits, converted, gradient) if fused else 0,
-            reason=None if fused or site.reason is None else replace(site.reason, source=line_at(site.reason.where)),
-            source=line_at(site.where),
-            why="; ".join(causes),
-            shape=tuple(map(_number, shape)),
-            rows_hint=None if logits is None else candidate.rows,
-            weights=captured_with(head.weight),
-            logits_bytes=logits,
-            converted_bytes=converted,
-            gradient_bytes=gradient,
-            copied_bytes=candidate.copied if fused else 0,
-        )
-    return site
-
-
-def _causes(candidate: Candidate, passes: _Passes, in_checkpoint: bool, memory: int) -> Iterator[str]:
-    """Why a head is computed as it is."""
-    trained = _trained(candidate)
-    several = len({variant for variant, _ in passes}) > 1
-    found = [(variant, why(variant, readers, any(trained), in_checkpoint, memory)) for variant, readers in passes]
-    yield from dict.fromkeys(f"{variant}: {cause}" if several else cause for variant, cause in found)
-    input, weight = trained
-    if input != weight and any(reader.source.requires_grad for _, reader in candidate.readers):
-        yield "the weight is frozen and gets none" if input else "the hidden states need none"
-    if candidate.escaped:
-        leave = "the logits that leave the graph are computed when something reads their values"
-        yield f"what reads logits inside is fused, and {leave}" if candidate.readers else leave
-
-
-def _number(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)
-
-
-def _saved(candidate: Candidate, *sizes: int | None) -> int | None:
-    """What is not built, of these ``sizes``, less what is in its place; None where that is not known."""
-    built = total(*sizes)
-    return None if built is None else max(0, built - candidate.copied)
-
-
 # --- a graph --------------------------------------------------------------------------------------------------
 
 
@@ -266,81 +167,115 @@ def _tell(watchers: list[Watcher], event: str, *args: Any) -> None:
             warnings.warn(errors.watching_failed(failure), stacklevel=2)
 
 
+class _Rewriting:
+    """What is made in a graph in the place of its heads, until that is done or undone."""
+
+    def __init__(self, graph: Graph, in_checkpoint: bool) -> None:
+        self.graph, self.in_checkpoint = graph, in_checkpoint
+        self.passes: dict[Candidate, list[tuple[str, Sequence[Reader]]]] = {}
+        self.sent: dict[Candidate, list[Escape]] = {}
+        self.made_for: dict[Candidate, list[Node]] = {}
+        self._made: list[Node] = []
+        self._swaps: list[tuple[Node, Node]] = []
+        self._output = graph.output_node()
+        self._returned = self._output.args
+
+    @functools.cached_property
+    def _leaving(self) -> set[int]:
+        return {memory for node in self._output.all_input_nodes for memory in storages(node)}
+
+    def fuse(self, candidate: Candidate, planner: Planner) -> None:
+        """Make what the readers of a head return, and the sizes that the program asks its logits for."""
+        before = len(self._made)
+        for one in planner.plan(candidate) or ():
+            like = one.readers[0][0]
+            emit_before = functools.partial(_GraphEmit, self.graph, like=like, made=self._made)
+            variant, results = _write(one, emit_before, planner, self.in_checkpoint, self._leaving)
+            self._swaps += zip((node for node, _ in one.readers), results, strict=True)
+            if variant != BESIDE:
+                self.passes.setdefault(candidate, []).append((variant, one.of))
+        for node, value in candidate.sizes if candidate.kept is None else ():
+            emit = _GraphEmit(self.graph, node, node, self._made)
+            self._swaps.append((node, emit(torch.ops.aten.sym_size.int, value.rows(emit), node.args[1])))
+        self.made_for[candidate] = self._made[before:]
+
+    def send_out(self, candidate: Candidate, told: Told) -> None:
+        """Return operands in the place of logits."""
+        if candidate.kept is not None:
+            return
+        before = len(self._made)
+        several = len(candidate.escaped) > 1
+        read = any(reader.source.requires_grad for _, reader in candidate.readers)
+        for escaped in candidate.escaped:
+            # Where eager made them: in the same mode, before anything else happens.
+            emit = _GraphEmit(self.graph, escaped.made.next, escaped.node, self._made)
+            escape = send_out(escaped, emit, self._output, read or several, told.ways.get(escaped.node))
+            self.sent.setdefault(candidate, []).append(escape)
+        self.made_for[candidate] += self._made[before:]
+
+    def redirect(self, candidates: Sequence[Candidate]) -> None:
+        """Let the program take what was made, and see that nothing takes what is to go."""
+        for old, new in self._swaps:
+            old.replace_all_uses_with(new)
+        replaced = {old for old, _ in self._swaps}.union(*(c.derived for c in candidates if c.kept is None))
+        if left := {user for node in replaced for user in node.users} - replaced:
+            raise AssertionError(f"{left} take what was replaced")
+        self.graph.lint()
+
+    def undo(self) -> None:
+        """Leave the graph as it was."""
+        self._output.args = self._returned
+        for old, new in self._swaps:
+            new.replace_all_uses_with(old)
+        for node in reversed(self._made):
+            self.graph.erase_node(node)
+
+    def finish(self, candidates: Sequence[Candidate]) -> bool:
+        """Erase what was replaced. Whether anything was."""
+        for old, _ in self._swaps:
+            self.graph.erase_node(old)
+        for candidate in candidates:
+            for node in reversed(candidate.derived if candidate.kept is None else ()):
+                self.graph.erase_node(node)
+        return bool(self._swaps or self.sent)
+
+
 def _rewrite_graph(
     gm: GraphModule, options: Options, in_checkpoint: bool, end: Ending | None, watchers: Sequence[Watcher]
 ) -> tuple[list[tuple[Site, list[Escape]]], Apart | None]:
     graph = gm.graph
     candidates: list[Candidate] = []
-    made: list[Node] = []
-    passes: dict[Candidate, list[tuple[str, Sequence[Reader]]]] = {}
     told: dict[Candidate, Told] = {}
-    swaps: list[tuple[Node, Node]] = []
-    sent: dict[Candidate, list[Escape]] = {}
-    made_for: dict[Candidate, list[Node]] = {}
     listening: list[Watcher] = []
-    output = graph.output_node()
-    returned = output.args
+    rewriting = _Rewriting(graph, in_checkpoint)
     try:
         analysis = analyse(graph)
         candidates = [c for c in analysis.candidates if c.is_head]
-        told = {candidate: _told(candidate, analysis, end, in_checkpoint) for candidate in candidates}
-        leaving = {memory for node in output.all_input_nodes for memory in storages(node)}
+        told = {candidate: told_of(candidate, analysis, end, in_checkpoint) for candidate in candidates}
         apart = Apart.of(gm, analysis.timeline, candidates)
-        planner = Planner(analysis.timeline, options, candidates, in_checkpoint) if candidates else None
         listening = list(watchers) if candidates else []
         _tell(listening, "analysed", graph, candidates, in_checkpoint)
-        for candidate in candidates:
-            assert planner is not None
-            before = len(made)
-            for one in planner.plan(candidate) or ():
-                like = one.readers[0][0]
-                emit_before = functools.partial(_GraphEmit, graph, like=like, made=made)
-                variant, results = _write(one, emit_before, planner, in_checkpoint, leaving)
-                swaps += zip((node for node, _ in one.readers), results, strict=True)
-                if variant != BESIDE:
-                    passes.setdefault(candidate, []).append((variant, one.of))
-            for node, value in candidate.sizes if candidate.kept is None else ():
-                emit = _GraphEmit(graph, node, node, made)
-                swaps.append((node, emit(torch.ops.aten.sym_size.int, value.rows(emit), node.args[1])))
-            made_for[candidate] = made[before:]
+        if candidates:
+            planner = Planner(analysis.timeline, options, candidates, in_checkpoint)
+            for candidate in candidates:
+                rewriting.fuse(candidate, planner)
         _tell(listening, "planned", candidates)
         for candidate in candidates:
-            before = len(made)
-            if candidate.kept is None:
-                several = len(candidate.escaped) > 1
-                read = any(reader.source.requires_grad for _, reader in candidate.readers)
-                for escaped in candidate.escaped:
-                    # Where eager made them: in the same mode, before anything else happens.
-                    emit = _GraphEmit(graph, escaped.made.next, escaped.node, made)
-                    escape = send_out(escaped, emit, output, read or several, told[candidate].ways.get(escaped.node))
-                    sent.setdefault(candidate, []).append(escape)
-            made_for[candidate] += made[before:]
-        for old, new in swaps:
-            old.replace_all_uses_with(new)
-        replaced = {old for old, _ in swaps}.union(*(c.derived for c in candidates if c.kept is None))
-        if left := {user for node in replaced for user in node.users} - replaced:
-            raise AssertionError(f"{left} take what was replaced")
-        graph.lint()
+            rewriting.send_out(candidate, told[candidate])
+        rewriting.redirect(candidates)
     except Exception as failure:
-        output.args = returned
-        for old, new in swaps:
-            new.replace_all_uses_with(old)
-        for node in reversed(made):
-            graph.erase_node(node)
+        rewriting.undo()
         warnings.warn(errors.analysis_failed(failure, (location(c.node) or "" for c in candidates)), stacklevel=2)
         for candidate in candidates:
             candidate.kept = because("internal_error", f"{type(failure).__name__}: {failure}")
         _tell(listening, "planned", candidates)
         _tell(listening, "rewritten", graph, dict.fromkeys(candidates, ()))
-        return [(_site(c, (), told.get(c, Told())), []) for c in candidates], None
-    for old, _ in swaps:
-        graph.erase_node(old)
-    for candidate in candidates:
-        for node in reversed(candidate.derived if candidate.kept is None else ()):
-            graph.erase_node(node)
-    if swaps or sent:
+        return [(site_of(c, (), told.get(c, Told())), []) for c in candidates], None
+    changed = rewriting.finish(candidates)
+    if changed:
         gm.recompile()
-    _tell(listening, "rewritten", graph, made_for)
-    memory = options.memory
-    sites = [(_site(c, passes.get(c, ()), told[c], in_checkpoint, memory), sent.get(c, [])) for c in candidates]
-    return sites, apart if swaps or sent else None
+    _tell(listening, "rewritten", graph, rewriting.made_for)
+    passes, memory = rewriting.passes, options.memory
+    sites = [site_of(c, passes.get(c, ()), told[c], in_checkpoint, memory) for c in candidates]
+    sent = [rewriting.sent.get(c, []) for c in candidates]
+    return list(zip(sites, sent, strict=True)), apart if changed else None

@@ -322,7 +322,7 @@ def test_a_failure_of_the_report_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: Any) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("fxfuse.graph.uses_of", fail)
+    monkeypatch.setattr("fxfuse.report.site.uses_of", fail)
     monkeypatch.setattr("fxfuse.report.captured.losses_of_inputs", fail)
     with pytest.warns(FxfuseWarning, match="could not tell its report how logits are used .KeyError: 'lost'"):
         site = site_of(lambda m, x, y: ce(m.lm_head(x), y))
@@ -342,7 +342,7 @@ def test_words_that_fail_leave_a_plain_record(words: str, status: str, monkeypat
     }[status]
     known = site_of(read)
     torch._dynamo.reset()
-    monkeypatch.setattr(f"fxfuse.graph.{words}", fail)
+    monkeypatch.setattr(f"fxfuse.report.site.{words}", fail)
     if (words, status) != ("why", "kept"):
         with pytest.warns(FxfuseWarning, match="could not tell its report"):
             site = site_of(read)
