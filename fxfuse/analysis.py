@@ -270,6 +270,8 @@ class Analysis:
         # A part of memory may be written to as a whole if nothing else is seen of the rest.
         if not (_fills_memory(target) or views == [target]) or not same_mode or len(values) > 1:
             call.keep("mutated")
+        if _is_expanded(target):  # eager raises
+            call.keep("mutated", f"{call.name}, through an expanded view,")
         operands = [example_of(n) for n in node.all_input_nodes if n is not target]
         # An index means other classes to another view, a number the same to all.
         anywhere = called(node) not in _AT_AN_INDEX and not operands
@@ -416,6 +418,13 @@ def _fills_memory(node: Node) -> bool:
     if not isinstance(example, Tensor):
         return False
     return compat.same(example.untyped_storage().nbytes(), example.numel() * example.element_size())
+
+
+def _is_expanded(node: Node) -> bool:
+    """Whether several entries of the tensor that a node returns may lie in one place."""
+    example = example_of(node)
+    sizes = zip(example.shape, example.stride(), strict=True)
+    return any(compat.same(stride, 0) and not compat.same(size, 1) for size, stride in sizes)
 
 
 def _is_size_of(node: Node, value: ClassTensor) -> bool:

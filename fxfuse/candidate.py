@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -13,7 +12,7 @@ from . import compat
 from .algebra import ClassTensor, Head
 from .escape import Escaped
 from .mutation import example_of
-from .ops.contract import SUPPORTED_DTYPES
+from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DTYPES
 from .readers import Reader
 from .reasons import Reason, because
 from .report.source import location
@@ -82,10 +81,6 @@ class Candidate:
         self.read, self.shown = self.read or other.read, self.shown or other.shown
 
 
-# What autocast converts to its own dtype.
-_CONVERTED = frozenset((torch.float32, torch.float16, torch.bfloat16))
-
-
 def unfit(candidate: Candidate, autocast: bool) -> Reason | None:
     """Why the operands of a projection, under ``autocast`` or not, cannot be fused at all, if so."""
     head = candidate.head
@@ -112,7 +107,7 @@ def unfit(candidate: Candidate, autocast: bool) -> Reason | None:
     if head.dtype not in SUPPORTED_DTYPES:
         return because("dtype", f"the logits are {head.dtype}", where)
     dtypes = {name: example_of(handle).dtype for name, handle in named if handle is not None}
-    together = set(dtypes.values())
-    if len(together) > 1 and not (autocast and together <= _CONVERTED):  # eager raises; tensors without data do not
+    converted = autocast and AUTOCAST_DTYPES.issuperset(dtypes.values())
+    if len(set(dtypes.values())) > 1 and not converted:  # eager raises, which tensors without data do not
         return because("dtype", ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items()), where)
     return None

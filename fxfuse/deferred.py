@@ -202,9 +202,23 @@ def _as_mask(logits: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
         return None
     mask = torch.zeros(described.vocab, dtype=torch.bool, device=logits.device)
     mask[classes] = True
-    if isinstance(value, (int, float)):  # which masked_fill refuses if it is too large, where an assignment does not
-        value = torch.tensor(value, dtype=logits.dtype, device="cpu").item()
+    if isinstance(value, (int, float)):  # which an assignment makes infinite, or refuses, otherwise than masked_fill
+        value = _as_assigned(value, logits.dtype)
+    elif isinstance(value, Tensor) and value.dtype != logits.dtype and not isinstance(classes, slice):
+        return None
     return logits, mask.view([-1 if i == described.class_dim else 1 for i in range(logits.dim())]), value
+
+
+def _as_assigned(number: float, dtype: torch.dtype) -> float:
+    """A number as a tensor holds it that it is assigned to.
+
+    Raises:
+        RuntimeError, ValueError: what an assignment raises for a number that is too large.
+    """
+    with compat.no_torch_function():
+        one = torch.zeros(1, dtype=dtype, device="cpu")
+        one[0] = number
+    return one.item()
 
 
 def _is_mask(entry: Any) -> bool:
@@ -421,7 +435,7 @@ def _before_the_write(logits: DeferredLogits) -> DeferredLogits:
 def _entries(argument: Any) -> Entries | None:
     """The number in a 0-d tensor, where reading it waits for nothing."""
     known = type(argument) is Tensor and argument.dim() == 0 and argument.is_cpu and not argument.requires_grad
-    return constant(float(argument)) if known else None
+    return constant(float(argument)) if known and not argument.is_complex() else None
 
 
 class _Freeze:

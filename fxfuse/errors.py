@@ -7,7 +7,7 @@ what happened, and what to do. Errors that eager PyTorch would have raised too a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -71,6 +71,16 @@ def not_a_tensor(function: str, argument: str, value: object) -> TypeError:
         _here(
             f"fxfuse.{function}(): argument {argument!r} must be a Tensor, not {type(value).__name__}. Make one of it "
             "first, with torch.as_tensor"
+        )
+    )
+
+
+def target_of_another_shape(target: Sequence[int], leading: Sequence[int]) -> ValueError:
+    """A target does not repeat the leading dimensions of hidden states that have several."""
+    return ValueError(
+        _here(
+            f"fxfuse.linear_cross_entropy(): the target has shape {tuple(target)}, but the leading dimensions of the "
+            f"input are {tuple(leading)}. Give both the same, or flatten both"
         )
     )
 

@@ -18,7 +18,7 @@ from . import errors
 from .algebra import Head, Logits
 from .compat import forward_ad_active, is_autocast_enabled, is_plain, transform_active
 from .eager import EMIT
-from .ops.contract import SUPPORTED_DTYPES
+from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DTYPES
 from .passes import compute
 from .rules import TABLE, Call, Keep
 
@@ -74,13 +74,14 @@ def linear_cross_entropy(
     }
     optional = {"linear_bias": linear_bias, "weight": weight}
     _check_tensors("linear_cross_entropy", optional, input=input, linear_weight=linear_weight, target=target)
-    rows = _rows(input)
-    leading = input.shape[:-1]
-    labels = target
-    if input.dim() > 2 and target.shape[: len(leading)] == leading:  # class indices or class probabilities
-        labels = target.flatten(0, len(leading) - 1)
+    leading, labels, flat = input.shape[:-1], target, input.dim() > 2
+    if flat:
+        if target.shape[: len(leading)] != leading:
+            raise errors.target_of_another_shape(target.shape, leading)
+        labels = target.flatten(0, len(leading) - 1)  # class indices or class probabilities
     steps = [(F.cross_entropy, (labels,), options)]
-    loss = _read(rows, linear_weight, linear_bias, steps, labels.shape == rows.shape[:-1])
+    fits = labels.shape == input.shape[:-1] or (flat and labels.dim() == 1)
+    loss = _read(input, linear_weight, linear_bias, steps, fits, flat)
     return loss.reshape(leading) if reduction == "none" else loss
 
 
@@ -113,11 +114,11 @@ def linear_log_probs(
     single = index.dim() == input.dim() - 1
     columns = index.unsqueeze(-1) if single else index
     fits = input.dim() > 0 and columns.shape[:-1] == input.shape[:-1]
-    rows = _rows(input) if fits else input
-    flat = columns.reshape(*rows.shape[:-1], columns.shape[-1]) if fits else columns
+    flat = fits and input.dim() > 2
+    classes = columns.flatten(0, -2) if flat else columns
 
-    steps: list[_Step] = [(torch.log_softmax, (-1,), {}), (torch.gather, (-1, flat), {})]
-    return _read(rows, linear_weight, linear_bias, steps, fits).reshape(index.shape)
+    steps: list[_Step] = [(torch.log_softmax, (-1,), {}), (torch.gather, (-1, classes), {})]
+    return _read(input, linear_weight, linear_bias, steps, fits, flat).reshape(index.shape)
 
 
 def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tensor | None = None) -> Tensor:
@@ -143,7 +144,7 @@ def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tenso
     steps: list[_Step] = [(torch.logsumexp, (-1,), {})]
     if linear_weight.dim() != 2:
         return _eager(F.linear(input, linear_weight, linear_bias), steps)
-    return _read(_rows(input), linear_weight, linear_bias, steps, True).reshape(input.shape[:-1])
+    return _read(input, linear_weight, linear_bias, steps, True, input.dim() > 2).reshape(input.shape[:-1])
 
 
 def _check_tensors(function: str, optional: dict[str, Any], **arguments: Any) -> None:
@@ -153,29 +154,33 @@ def _check_tensors(function: str, optional: dict[str, Any], **arguments: Any) ->
             raise errors.not_a_tensor(function, name, value)
 
 
-def _rows(input: Tensor) -> Tensor:
-    return input.flatten(0, -2) if input.dim() > 2 else input
+def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step], fits: bool, flat: bool) -> Tensor:
+    """``F.linear(input, weight, bias)``, its rows on one axis if ``flat``, through ``steps``; fused if what is given
+    ``fits`` and the rules allow it.
+    """
 
+    def in_eager() -> Tensor:
+        logits = F.linear(input, weight, bias)
+        return _eager(logits.flatten(0, -2) if flat else logits, steps)
 
-def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step], fits: bool) -> Tensor:
-    """``F.linear(input, weight, bias)`` through ``steps``, fused if the operands ``fits`` and the rules allow it."""
+    rows = input.flatten(0, -2) if flat else input
     dtype = _logits_dtype(input, weight, bias)
     others = [t for _, args, options in steps for t in (*args, *options.values()) if isinstance(t, Tensor)]
     if not fits or dtype is None or not _consistent(input, weight, bias, others):
-        return _eager(F.linear(input, weight, bias), steps)
+        return in_eager()
     vocab, hidden = weight.shape
-    head = Head(input, weight, bias, False, hidden, vocab, dtype)
+    head = Head(rows, weight, bias, False, hidden, vocab, dtype)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias))
-    shape = (*input.shape[:-1], vocab)
+    shape = (*rows.shape[:-1], vocab)
     value: Any = Logits(head, shape, len(shape) - 1, dtype, grad, trail=("linear",))
     try:
-        out = torch.empty(0, dtype=_out_dtype(dtype, input, steps), device="meta")
+        out = torch.empty(0, dtype=_out_dtype(dtype, rows, steps), device="meta")
         autocast = is_autocast_enabled(input.device.type)
         for function, args, options in steps:
             call = Call(function.__name__, out, lambda handle: handle, autocast=autocast)
             value = TABLE[function](call, (value, *args), options)
     except Keep:
-        return _eager(F.linear(input, weight, bias), steps)
+        return in_eager()
     _, (result,) = compute(EMIT, (value,), in_checkpoint=False, memory=0)
     return result.to(out.dtype)
 
@@ -205,7 +210,7 @@ def _logits_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.d
     operands = [t for t in (input, weight, bias) if t is not None]
     device = input.device.type
     dtypes = {t.dtype for t in operands}
-    if is_autocast_enabled(device) and torch.float64 not in dtypes:
+    if is_autocast_enabled(device) and dtypes <= AUTOCAST_DTYPES:
         dtypes = {torch.get_autocast_dtype(device)}
     dtype = dtypes.pop()
     return dtype if not dtypes and dtype in SUPPORTED_DTYPES else None

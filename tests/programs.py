@@ -1568,6 +1568,12 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
         "probability_targets",
         lambda s: F.cross_entropy(s.z.transpose(1, 2), F.one_hot(s.y, VOCAB).transpose(1, 2).to(s.x.dtype)),
     ),
+    "roll_of_all_entries": ("unknown_reader", lambda s: s.z.roll(1, ()).logsumexp(-1)),
+    "no_classes_by_an_index": ("unknown_reader", lambda s: s.z[..., s.y.new_zeros(0)].sum(-1)),
+    "parts_of_the_vocabulary_that_overlap": (
+        "unknown_reader",
+        lambda s: torch.stack([part.logsumexp(-1) for part in s.z.tensor_split([5, 3], -1)]),
+    ),
     "class_dim": ("class_dim", lambda s: s.z.log_softmax(1).gather(-1, s.y[..., None])),
     "class_dim_of_loss": ("class_dim", lambda s: F.cross_entropy(s.z[:, :VOCAB], s.y.new_zeros(BATCH, VOCAB))),
     "class_dim_of_logsumexp": ("class_dim", lambda s: s.z.logsumexp((1, 2))),

@@ -555,6 +555,18 @@ def test_operands_of_different_dtypes(dtypes: tuple[torch.dtype, ...], escapes: 
     assert [site.status for site in sites] == ["kept" if not converted else "deferred" if escapes else "fused"]
 
 
+@pytest.mark.parametrize("wide", [0, 1])
+def test_autocast_on_a_cpu_does_not_convert_what_mv_is_given(wide: int) -> None:
+    s = World.make(torch.bfloat16)
+    operands = [s.w.detach(), s.x[0, 0].detach()]
+    operands[wide] = operands[wide].float()
+    program = lambda w, x: torch.mv(w, x).logsumexp(-1)  # noqa: E731
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for run in (program, compiled(program)):
+            with pytest.raises(RuntimeError, match="same dtype"):
+                run(*operands)
+
+
 def test_a_view_made_under_no_grad_begins_no_gradient() -> None:
     def program(s: World) -> Any:
         z = s.z

@@ -3244,3 +3244,48 @@ def test_a_class_that_is_overwritten_behind_autograds_back(transposed: bool) -> 
         with pytest.raises(RuntimeError, match="behind autograd"):
             z.sum()
         torch._dynamo.reset()
+
+
+def _written(z: Tensor, index: Any, value: Any) -> Tensor:
+    z[index] = value
+    return z.logsumexp(-1)
+
+
+_UNUSUAL: dict[str, Any] = {
+    "a number that float32 does not hold": lambda z: _written(z, (..., slice(5, 9)), -1e39),
+    "a number that no integer holds": lambda z: _written(z, (..., [1, 2]), -(2**70)),
+    "a float64 tensor at a list": lambda z: _written(z, (..., [1, 2]), torch.tensor(2.0, dtype=torch.float64)),
+    "a float64 tensor at a number": lambda z: _written(z, (..., -2), torch.tensor(2.0, dtype=torch.float64)),
+    "a float64 tensor in a slice": lambda z: _written(z, (..., slice(3)), torch.tensor(2.0, dtype=torch.float64)),
+    "an integer at a mask": lambda z: _written(z, (..., torch.arange(z.shape[-1]) > 4), torch.tensor(2)),
+    "where of such a number": lambda z: torch.where(torch.arange(z.shape[-1]) < 5, z, 1e39).logsumexp(-1),
+    "masked_fill of such an integer": lambda z: z.masked_fill(torch.arange(z.shape[-1]) < 5, 2**70).logsumexp(-1),
+    "an expanded view": lambda z: z[:1].expand(4, *z.shape[1:]).mul_(2.0).logsumexp(-1),
+    "a part of an expanded view": lambda z: _written(z[:1].expand(4, *z.shape[1:]), (..., slice(3, 5)), -1.0),
+    "parts that overlap": lambda z: torch.cat([part.logsumexp(-1) for part in z.tensor_split([2, 0])]),
+    "a complex number": lambda z: (z * torch.tensor(1j)).imag.logsumexp(-1),
+    "a roll of everything": lambda z: z.roll(1, ()).logsumexp(-1),
+    "no classes": lambda z: z[..., torch.tensor([], dtype=torch.long)].logsumexp(-1),
+}
+
+
+@pytest.mark.parametrize("read", _UNUSUAL.values(), ids=_UNUSUAL)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_eager_makes_of_unusual_arguments(read: Any, in_graph: bool) -> None:
+    """Its values, or its error: tensors without data do not tell of all that raises."""
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8), torch.randn(33, 8)
+    program = compiled(lambda x, w: read(F.linear(x, w)))
+    logits = compiled(F.linear)
+
+    def fused() -> Tensor:
+        return program(x, w) if in_graph else read(logits(x, w))
+
+    try:
+        expected = read(F.linear(x, w))
+    except (RuntimeError, ValueError, OverflowError) as refused:
+        kinds = (type(refused), RuntimeError) if in_graph else type(refused)  # Dynamo's, where it runs into it
+        with pytest.raises(kinds, match=None if in_graph else re.escape(str(refused)[:30])):
+            fused()
+    else:
+        torch.testing.assert_close(fused(), expected)

@@ -161,6 +161,17 @@ def test_something_else_for_a_tensor(name: str) -> None:
         torch.compile(getattr(fxfuse, name), backend="eager")(*arguments, linear_bias=1.0)
 
 
+@triggers("target_of_another_shape")
+def test_a_target_that_does_not_repeat_the_leading_dimensions() -> None:
+    p = problem(6, 3, 5)
+    for input, target in ((p.input.view(2, 3, -1), p.target), (p.input.view(1, 6, -1), p.target[None, :5])):
+        with pytest.raises(ValueError) as raised:
+            fxfuse.linear_cross_entropy(input, p.weight, target)
+        line, text = parts(raised)
+        assert "fxfuse.linear_cross_entropy(input" in line
+        assert f"shape {tuple(target.shape)}" in text and f"input are {tuple(input.shape[:-1])}" in text
+
+
 @triggers("unknown_transform")
 @pytest.mark.parametrize("transform", ["cube", "tanh:1.0", "mul", "mul:x"])
 def test_an_unknown_transform(transform: str) -> None:
@@ -430,7 +441,7 @@ def test_a_fault_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise LookupError("of what is not there")
 
-    monkeypatch.setattr(graph, "uses_of", fail)
+    monkeypatch.setattr("fxfuse.report.site.uses_of", fail)
     s = World.make()
     with pytest.warns(
         fxfuse.FxfuseWarning, match=r"could not tell its report .* \(LookupError: of what is not there\)"

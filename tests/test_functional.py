@@ -662,6 +662,34 @@ def test_inside_a_compiled_function(device: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs, linear_logsumexp])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
+def test_a_bias_that_autocast_does_not_convert(function: Any, dtype: torch.dtype) -> None:
+    p = problem(6, 8, 33)
+    rest = () if function is linear_logsumexp else (p.target,)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            F.linear(p.input, p.weight, p.bias.to(dtype))
+        with pytest.raises(RuntimeError, match="same dtype"):
+            function(p.input, p.weight, *rest, linear_bias=p.bias.to(dtype))
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs, linear_logsumexp])
+def test_a_bias_of_two_dimensions(function: Any) -> None:
+    """Eager adds it where it can be spread over the logits of these hidden states, and raises elsewhere."""
+    p = problem(6, 8, 33)
+    y, bias = () if function is linear_logsumexp else (p.target,), torch.randn(6, 33, dtype=p.input.dtype)
+    zero = torch.zeros(33, dtype=p.input.dtype)
+    expected = function(
+        (p.input @ p.weight.T + bias).detach(), torch.eye(33, dtype=p.input.dtype), *y, linear_bias=zero
+    )
+    torch.testing.assert_close(function(p.input, p.weight, *y, linear_bias=bias), expected)
+    with pytest.raises(RuntimeError):
+        F.linear(p.input.view(2, 3, 8), p.weight, bias)
+    with pytest.raises(RuntimeError):
+        function(p.input.view(2, 3, 8), p.weight, *(label.view(2, 3) for label in y), linear_bias=bias)
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs, linear_logsumexp])
 def test_tensors_without_data(function: Any) -> None:
     """Autocast knows no meta device, and raises if it is asked."""
     x, w = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (4, 50))

@@ -61,6 +61,7 @@ import torch
 from torch import Tensor
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+AUTOCAST_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))  # which autocast converts to its own
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:

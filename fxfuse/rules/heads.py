@@ -52,7 +52,6 @@ def tensordot(call: Call, a: Any, b: Any, dims: Any = 2) -> Head | None:
 
 
 @head(torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__")
-@head(torch.mv, "mv")
 def matmul(call: Call, input: Any, other: Any) -> tuple[Head, ...]:
     dims = call.example(input).dim(), call.example(other).dim()
     found = []
@@ -62,6 +61,13 @@ def matmul(call: Call, input: Any, other: Any) -> tuple[Head, ...]:
         classes_first = _head(call, other, input, None, transposed=False, axis=-1 if dims[1] == 1 else -2)
         found += [classes_first] if _looks_like_one(classes_first) else []
     return tuple(found)
+
+
+@head(torch.mv, "mv")
+def mv(call: Call, input: Any, vec: Any) -> tuple[Head, ...]:
+    if call.example(input).dtype != call.example(vec).dtype:  # which autocast leaves as they are on a CPU
+        return ()
+    return matmul(call, input, vec)
 
 
 @head(torch.addmm, "addmm")

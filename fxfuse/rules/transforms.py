@@ -423,6 +423,10 @@ def setitem(call: Call, input: Any, index: Any, value: Any) -> ClassTensor:
     classes = listed_classes(index, input.class_dim, input.shape, call.example)
     if classes is None:
         call.keep("mutated", f"{call.name} of anything but some classes of every row")
+    like = call.example(value)
+    listed = isinstance(classes, list) or getattr(call.example(classes), "dtype", None) == torch.int64
+    if listed and isinstance(like, torch.Tensor) and like.dtype != call.out.dtype:  # of which eager says so
+        call.keep("dtype", f"{call.name} of {like.dtype} in {call.out.dtype}")
     return _assigned(replace(call, name="[…] = …"), input, classes, value)
 
 
@@ -432,14 +436,16 @@ def index_fill(call: Call, input: Any, dim: Any, index: Any, value: Any) -> Clas
         call.keep("class_dim", f"{call.name} along dim={dim}")
     if call.example(index).dtype != torch.int64:
         call.keep("dtype", f"{call.name} at an index of {call.example(index).dtype}")
-    _refuse_overflow(call, value)
+    _refuse_overflow(call, value, call.out.dtype)
     return _assigned(call, input, index, value)
 
 
-def _refuse_overflow(call: Call, value: Any) -> None:
-    """Refuse a number that the logits' dtype does not hold, of which eager says so; assignments make it infinite."""
-    if _is_number(value) and math.isfinite(value) and abs(value) > torch.finfo(call.out.dtype).max:
-        call.keep("unsupported_argument", f"{call.name} with {value}, which {call.out.dtype} does not hold,")
+def _refuse_overflow(call: Call, value: Any, dtype: torch.dtype) -> None:
+    """Refuse a number that ``dtype`` does not hold, of which eager says so; assignments make it infinite."""
+    if not _is_number(value) or not math.isfinite(value):
+        return
+    if abs(value) > torch.finfo(dtype).max or (isinstance(value, int) and abs(value) >= 1 << 63):
+        call.keep("unsupported_argument", f"{call.name} with {value}, which {dtype} does not hold,")
 
 
 def _assigned(call: Call, input: Any, classes: Any, value: Any) -> ClassTensor:
@@ -465,8 +471,8 @@ def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Ca
     if isinstance(classes, slice):
         parts = (classes.start, classes.stop, classes.step)
         return classes if all(part is None or type(part) is int for part in parts) else None
-    if type(classes) is int:
-        classes = [classes]
+    if type(classes) is int and isinstance(vocab, int) and -vocab <= classes < vocab:
+        return slice(classes % vocab, classes % vocab + 1)
     if isinstance(classes, list):
         known = isinstance(vocab, int) and all(type(one) is int and -vocab <= one < vocab for one in classes)
         return classes if known else None
@@ -480,7 +486,7 @@ def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Ca
 
 @rule(torch.masked_fill, "masked_fill", in_place=("masked_fill_",))
 def masked_fill(call: Call, input: Any, mask: Any, value: Any) -> ClassTensor:
-    _refuse_overflow(call, value)
+    _refuse_overflow(call, value, call.out.dtype)
     return _masked(call, input, mask, value)
 
 
@@ -488,6 +494,9 @@ def masked_fill(call: Call, input: Any, mask: Any, value: Any) -> ClassTensor:
 def where(call: Call, condition: Any, input: Any, other: Any) -> ClassTensor:
     if isinstance(input, ClassTensor) and isinstance(other, ClassTensor):
         call.keep("unknown_reader", "where with logits on both sides")
+    # Eager refuses what float32 does not hold for float32 alone; to 16 bits it is converted, and infinite.
+    held = torch.float32 if call.out.dtype == torch.float32 else torch.float64
+    _refuse_overflow(call, other if isinstance(input, ClassTensor) else input, held)
     if isinstance(input, ClassTensor):
         return _masked(call, input, condition, other, elsewhere=True)
     return _masked(call, other, condition, input)

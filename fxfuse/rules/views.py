@@ -191,6 +191,8 @@ def narrow(call: Call, input: ClassTensor, dim: Any, start: Any, length: Any) ->
 
 @rule(torch.roll, "roll")
 def roll(call: Call, input: ClassTensor, shifts: Any, dims: Any = None) -> ClassTensor:
+    if isinstance(dims, (tuple, list)) and not dims:
+        call.keep("unknown_reader", "roll of all entries")
     return _along_rows(call, input, torch.roll, dims, (shifts, dims))
 
 
@@ -293,6 +295,8 @@ def _taken(call: Call, input: ClassTensor, name: str, classes: Any, **changes: A
         count = len(classes) if isinstance(classes, list) else call.example(classes).shape[0]
         if not isinstance(count, int):
             call.keep("unknown_reader", "a selection of classes whose number is not known")
+        if count == 0:
+            call.keep("unknown_reader", "an empty selection of classes")
         return of_classes(input, name, ClassOp("select", (classes,), count), **changes)
     count = len(range(*classes.indices(input.vocab)))
     if count == 0 or (classes.step or 1) < 1:
@@ -401,12 +405,15 @@ def _parts(
     at = _dim(call, input, dim)
     sizes = [part.shape[at] for part in call.out]
     ends = list(itertools.accumulate(sizes, initial=0))
+    one_by_one = same(ends[-1], input.shape[at])  # ``tensor_split`` at places that decrease has parts that overlap
     if at == input.class_dim:
+        if not one_by_one:
+            call.keep("unknown_reader", "parts of the vocabulary that overlap")
         return tuple(
             _taken(call, input, call.name, slice(start, end), shape=part.shape)
             for part, (start, end) in zip(call.out, itertools.pairwise(ends), strict=True)
         )
-    if all(isinstance(size, int) for size in sizes):  # each by itself, as there may be thousands
+    if one_by_one and all(isinstance(size, int) for size in sizes):  # each by itself, as there may be thousands
         return tuple(
             derive(input, call.name, RowOp(torch.narrow, (at, start, size)), shape=part.shape)
             for part, start, size in zip(call.out, ends[:-1], sizes, strict=True)
