@@ -563,7 +563,7 @@ def test_autocast_on_a_cpu_does_not_convert_what_mv_is_given(wide: int) -> None:
     program = lambda w, x: torch.mv(w, x).logsumexp(-1)  # noqa: E731
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for run in (program, compiled(program)):
-            with pytest.raises(RuntimeError, match="same dtype"):
+            with pytest.raises(RuntimeError, match="same dtype|scalar type"):
                 run(*operands)
 
 
