@@ -22,7 +22,7 @@ from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
 from .candidate import Candidate, unfit
 from .entries import Contents
 from .escape import Escaped, chain_between
-from .mutation import Timeline, called, example_of, storages, tensors, writes
+from .mutation import Region, Timeline, called, example_of, storages, tensors, writes
 from .readers import Beside, Reader, Whole
 from .reasons import Reason, because
 from .replay import RowOp
@@ -49,15 +49,21 @@ class Analysis:
     """What the projections of a graph turned out to be: ``candidates``, in the order of the graph."""
 
     def __init__(
-        self, graph: Graph, whole: Mapping[Node, Reason] | None = None, turned: Set[Node] = frozenset()
+        self,
+        graph: Graph,
+        outside: Region | None = None,
+        whole: Mapping[Node, Reason] | None = None,
+        turned: Set[Node] = frozenset(),
     ) -> None:
         """
         Args:
             graph: what Dynamo captured, each node with its ``example_value``.
+            outside: the region of the node that calls the graph, if another graph does.
             whole: nodes whose probabilities are needed in full, and why; those that are found are in ``needed``.
             turned: products of two matrices of which the less likely is the weight; ``turnable`` has those that may be.
         """
         self.graph = graph
+        self.outside = outside
         self.whole = whole or {}
         self.turned = turned
         self.turnable: set[Node] = set()
@@ -77,7 +83,7 @@ class Analysis:
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        return Timeline(self.graph)
+        return Timeline(self.graph, self.outside)
 
     @functools.cached_property
     def _contents(self) -> Contents:
@@ -380,18 +386,18 @@ class Analysis:
         return together
 
 
-def analyse(graph: Graph) -> Analysis:
+def analyse(graph: Graph, outside: Region | None = None) -> Analysis:
     """The analysis of a graph in which probabilities that are needed in full are what is read of their logits.
 
     What is read along the rows of a product of two matrices tells that these are the classes.
     """
-    analysis = Analysis(graph)
+    analysis = Analysis(graph, outside)
     if turned := analysis.turnable & _along_rows(analysis):
-        turned -= _along_rows(Analysis(graph, turned=turned))
-        analysis = Analysis(graph, turned=turned)
+        turned -= _along_rows(Analysis(graph, outside, turned=turned))
+        analysis = Analysis(graph, outside, turned=turned)
     while analysis.needed:
         whole = {**analysis.whole, **analysis.needed}
-        analysis = Analysis(graph, whole, analysis.turned)
+        analysis = Analysis(graph, outside, whole, analysis.turned)
     return analysis
 
 

@@ -203,22 +203,24 @@ def _as_mask(logits: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
     mask = torch.zeros(described.vocab, dtype=torch.bool, device=logits.device)
     mask[classes] = True
     if isinstance(value, (int, float)):  # which an assignment makes infinite, or refuses, otherwise than masked_fill
-        value = _as_assigned(value, logits.dtype)
+        value = _as_assigned(value, logits.dtype, 0)
     elif isinstance(value, Tensor) and value.dtype != logits.dtype and not isinstance(classes, slice):
-        return None
+        if not _is_mask(classes) or _entries(value) is None:
+            return None
+        value = _as_assigned(value, logits.dtype, torch.ones(1, dtype=torch.bool, device="cpu"))
     return logits, mask.view([-1 if i == described.class_dim else 1 for i in range(logits.dim())]), value
 
 
-def _as_assigned(number: float, dtype: torch.dtype) -> float:
-    """A number as a tensor holds it that it is assigned to.
+def _as_assigned(number: float | Tensor, dtype: torch.dtype, at: int | Tensor) -> float:
+    """A number as a tensor holds it that it is assigned to, ``at`` such an index.
 
     Raises:
         RuntimeError, ValueError: what an assignment raises for a number that is too large.
     """
-    with compat.no_torch_function():
+    with compat.no_torch_function(), compat.disable_dispatch_modes():
         one = torch.zeros(1, dtype=dtype, device="cpu")
-        one[0] = number
-    return one.item()
+        one[at] = number
+        return one.item()
 
 
 def _is_mask(entry: Any) -> bool:

@@ -75,12 +75,12 @@ def linear_cross_entropy(
     optional = {"linear_bias": linear_bias, "weight": weight}
     _check_tensors("linear_cross_entropy", optional, input=input, linear_weight=linear_weight, target=target)
     leading, labels, flat = input.shape[:-1], target, input.dim() > 2
+    fits = target.shape == leading
     if flat:
         if target.shape[: len(leading)] != leading:
             raise errors.target_of_another_shape(target.shape, leading)
         labels = target.flatten(0, len(leading) - 1)  # class indices or class probabilities
     steps = [(F.cross_entropy, (labels,), options)]
-    fits = labels.shape == input.shape[:-1] or (flat and labels.dim() == 1)
     loss = _read(input, linear_weight, linear_bias, steps, fits, flat)
     return loss.reshape(leading) if reduction == "none" else loss
 

@@ -21,7 +21,7 @@ from .analysis import analyse
 from .apart import Apart
 from .candidate import Candidate
 from .escape import Escape, send_out
-from .mutation import example_of, storages
+from .mutation import Region, example_of, regions, storages
 from .options import Options
 from .passes import BESIDE, WHOLE, compute
 from .planning import Pass, Planner
@@ -121,11 +121,13 @@ def _as_eager(emit: _GraphEmit, node: Node, result: Node, alone: bool) -> Node:
 # --- a graph --------------------------------------------------------------------------------------------------
 
 
-def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, bool]]:
-    """The module and the checkpointed bodies inside it, each with whether it is one."""
-    yield gm, False
-    for body in compat.checkpointed_parts(gm).values():
-        yield from ((inner, True) for inner, _ in bodies(body))
+def bodies(gm: GraphModule, outside: Region | None = None) -> Iterator[tuple[GraphModule, Region | None]]:
+    """The module and the checkpointed bodies inside it, each with the region around it if it is such a body."""
+    yield gm, outside
+    if parts := compat.checkpointed_parts(gm):
+        around = dict(regions(gm.graph, outside))
+        for node, body in parts.items():
+            yield from bodies(body, around[node])
 
 
 class Rewritten(NamedTuple):
@@ -148,8 +150,9 @@ def rewrite(
     sites: list[Site] = []
     escapes: list[tuple[Escape, Site]] = []
     apart: Apart | None = None
-    for body, in_checkpoint in bodies(gm):
-        found, needs = _rewrite_graph(body, options, in_checkpoint, None if in_checkpoint else end, watchers)
+    for body, outside in bodies(gm):
+        in_checkpoint = outside is not None
+        found, needs = _rewrite_graph(body, options, outside, None if in_checkpoint else end, watchers)
         for site, sent in found:
             sites.append(site)
             escapes += ((escape, site) for escape in sent)
@@ -241,20 +244,20 @@ class _Rewriting:
 
 
 def _rewrite_graph(
-    gm: GraphModule, options: Options, in_checkpoint: bool, end: Ending | None, watchers: Sequence[Watcher]
+    gm: GraphModule, options: Options, outside: Region | None, end: Ending | None, watchers: Sequence[Watcher]
 ) -> tuple[list[tuple[Site, list[Escape]]], Apart | None]:
-    graph = gm.graph
+    graph, in_checkpoint = gm.graph, outside is not None
     candidates: list[Candidate] = []
     told: dict[Candidate, Told] = {}
     listening: list[Watcher] = []
     rewriting = _Rewriting(graph, in_checkpoint)
     try:
-        analysis = analyse(graph)
+        analysis = analyse(graph, outside)
         candidates = [c for c in analysis.candidates if c.is_head]
         told = {candidate: told_of(candidate, analysis, end, in_checkpoint) for candidate in candidates}
         apart = Apart.of(gm, analysis.timeline, candidates)
         listening = list(watchers) if candidates else []
-        _tell(listening, "analysed", graph, candidates, in_checkpoint)
+        _tell(listening, "analysed", graph, candidates, outside)
         if candidates:
             planner = Planner(analysis.timeline, options, candidates, in_checkpoint)
             for candidate in candidates:

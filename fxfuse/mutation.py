@@ -151,8 +151,8 @@ class Region(NamedTuple):
 
     Attributes:
         levels: how many ``torch.func`` transforms are around them.
-        autocast: the ``torch.autocast`` contexts that were entered since the graph began, from the outermost on: the
-            arguments of each, of which the first is a kind of device.
+        autocast: the ``torch.autocast`` contexts that were entered since the graph began, or that which calls it, from
+            the outermost on: the arguments of each, of which the first is a kind of device.
         grad: grad mode, last, and those that leaving the ``torch.inference_mode`` contexts around returns to.
     """
 
@@ -197,9 +197,12 @@ def _region_after(node: Node, region: Region) -> Region:
     return Region(region.number + 1, region.levels + inner, autocast, grad)
 
 
-def regions(graph: Graph) -> Iterator[tuple[Node, Region]]:
-    """Every node, in order, with the region that it is in; one that switches a mode begins the next."""
-    region = Region.around()
+def regions(graph: Graph, outside: Region | None = None) -> Iterator[tuple[Node, Region]]:
+    """Every node, in order, with the region that it is in; one that switches a mode begins the next.
+
+    ``outside`` is the region of the node that calls the graph, if another graph does.
+    """
+    region = Region.around() if outside is None else outside._replace(number=0)
     for node in graph.nodes:
         region = _region_after(node, region)
         yield node, region
@@ -208,7 +211,7 @@ def regions(graph: Graph) -> Iterator[tuple[Node, Region]]:
 class Timeline:
     """The order of a graph's nodes, the modes that they run in, and what is written between two of them."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, outside: Region | None = None) -> None:
         self.position: dict[Node, int] = {}
         self.region: dict[Node, Region] = {}
         self._region_ends: list[Node] = []
@@ -216,7 +219,7 @@ class Timeline:
         self._written_at: list[int] = []  # in order
         self._last_use: dict[Node, int] = {}
         number = 0
-        for position, (node, region) in enumerate(regions(graph)):
+        for position, (node, region) in enumerate(regions(graph, outside)):
             self.position[node] = position
             self._last_use.update(dict.fromkeys(node.all_input_nodes, position))
             if region.number != number:

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from .. import compat
-from ..mutation import regions
+from ..mutation import Region, regions
 from .source import function_name
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ class Cutter:
     def __init__(self) -> None:
         self.cuts: list[Cut | None] = []
 
-    def analysed(self, graph: Graph, candidates: Sequence[Candidate], in_checkpoint: bool) -> None:
-        self._in_checkpoint = in_checkpoint
+    def analysed(self, graph: Graph, candidates: Sequence[Candidate], outside: Region | None) -> None:
+        self._outside = outside
         self._start = len(self.cuts)
 
     def planned(self, candidates: Sequence[Candidate]) -> None:
         self.cuts[self._start :] = [
-            None if candidate.kept or not candidate.readers else _cut(candidate, self._in_checkpoint)
+            None if candidate.kept or not candidate.readers else _cut(candidate, self._outside)
             for candidate in candidates
         ]
 
@@ -117,7 +117,7 @@ class Cutter:
         pass
 
 
-def _cut(candidate: Candidate, in_checkpoint: bool) -> Cut:
+def _cut(candidate: Candidate, outside: Region | None) -> Cut:
     graph = candidate.node.graph
     readers = list(dict.fromkeys(node for node, _ in candidate.readers))
     results = list(dict.fromkeys([*readers, *(escaped.node for escaped in candidate.escaped)]))
@@ -138,7 +138,7 @@ def _cut(candidate: Candidate, in_checkpoint: bool) -> Cut:
             copies[node] = compat.hint(example) if isinstance(example, torch.SymInt) else example
     modes: list[Mode] = []
     parts: dict[Node, int] = {}
-    for node, region in regions(graph):
+    for node, region in regions(graph, outside):
         if node in inside:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
             # Without its meta, which holds the example values of all of the graph.
@@ -156,7 +156,7 @@ def _cut(candidate: Candidate, in_checkpoint: bool) -> Cut:
             # Made anew, as Dynamo does not look into one that writes its code when it is first called.
             setattr(split, f"submod_{number}", _InMode(GraphModule(part, part.graph), mode))
         program = GraphModule(split, split.graph)
-    return Cut(program, tuple(operands), len(readers), in_checkpoint)
+    return Cut(program, tuple(operands), len(readers), outside is not None)
 
 
 def _inside(graph: Graph, wanted: set[Node]) -> set[Node]:

@@ -16,6 +16,7 @@ from .source import argument_name, function_name, location
 
 if TYPE_CHECKING:
     from ..candidate import Candidate
+    from ..mutation import Region
 
 LIMIT = 40  # boxes of one drawing
 _TOGETHER = 2  # so many small operations next to each other make one box
@@ -85,7 +86,7 @@ class Sketch:
         self.drawings: list[Drawing] = []
         self.codes: list[Code] = []
 
-    def analysed(self, graph: Graph, candidates: Sequence[Candidate], in_checkpoint: bool) -> None:
+    def analysed(self, graph: Graph, candidates: Sequence[Candidate], outside: Region | None) -> None:
         self._code = _lines(graph)
 
     def planned(self, candidates: Sequence[Candidate]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from ..candidate import Candidate
+    from ..mutation import Region
     from .chain import Applied
 
 Status = Literal["fused", "deferred", "kept"]
@@ -313,8 +314,9 @@ class Report:
 class Watcher(Protocol):
     """Sees one graph being rewritten, and each checkpointed body in it; keeps neither."""
 
-    def analysed(self, graph: Graph, candidates: Sequence[Candidate], in_checkpoint: bool) -> None:
-        """Nothing is changed yet. Only of graphs that have heads, as the others."""
+    def analysed(self, graph: Graph, candidates: Sequence[Candidate], outside: Region | None) -> None:
+        """Nothing is changed yet. Only of graphs that have heads, as the others; ``outside`` is around a part that is
+        checkpointed."""
 
     def planned(self, candidates: Sequence[Candidate]) -> None:
         """It is known what becomes of each head, and what is there now is still there."""

@@ -65,7 +65,8 @@ def matmul(call: Call, input: Any, other: Any) -> tuple[Head, ...]:
 
 @head(torch.mv, "mv")
 def mv(call: Call, input: Any, vec: Any) -> tuple[Head, ...]:
-    if call.example(input).dtype != call.example(vec).dtype:  # which autocast leaves as they are on a CPU
+    on_cpu = call.out.device.type == "cpu"
+    if on_cpu and call.example(input).dtype != call.example(vec).dtype:  # which autocast leaves as they are there
         return ()
     return matmul(call, input, vec)
 

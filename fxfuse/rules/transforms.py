@@ -427,6 +427,8 @@ def setitem(call: Call, input: Any, index: Any, value: Any) -> ClassTensor:
     listed = isinstance(classes, list) or getattr(call.example(classes), "dtype", None) == torch.int64
     if listed and isinstance(like, torch.Tensor) and like.dtype != call.out.dtype:  # of which eager says so
         call.keep("dtype", f"{call.name} of {like.dtype} in {call.out.dtype}")
+    if isinstance(like, torch.Tensor) and getattr(call.example(classes), "dtype", None) == torch.bool:
+        _refuse_overflow(call, call.constant_everywhere(value), call.out.dtype)  # as masked_fill does
     return _assigned(replace(call, name="[…] = …"), input, classes, value)
 
 
@@ -444,7 +446,7 @@ def _refuse_overflow(call: Call, value: Any, dtype: torch.dtype) -> None:
     """Refuse a number that ``dtype`` does not hold, of which eager says so; assignments make it infinite."""
     if not _is_number(value) or not math.isfinite(value):
         return
-    if abs(value) > torch.finfo(dtype).max or (isinstance(value, int) and abs(value) >= 1 << 63):
+    if abs(value) > torch.finfo(dtype).max or (isinstance(value, int) and not -(1 << 63) <= value < 1 << 64):
         call.keep("unsupported_argument", f"{call.name} with {value}, which {dtype} does not hold,")
 
 
