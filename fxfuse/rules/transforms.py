@@ -424,11 +424,10 @@ def setitem(call: Call, input: Any, index: Any, value: Any) -> ClassTensor:
     if classes is None:
         call.keep("mutated", f"{call.name} of anything but some classes of every row")
     like = call.example(value)
-    listed = isinstance(classes, list) or getattr(call.example(classes), "dtype", None) == torch.int64
-    if listed and isinstance(like, torch.Tensor) and like.dtype != call.out.dtype:  # of which eager says so
-        call.keep("dtype", f"{call.name} of {like.dtype} in {call.out.dtype}")
-    if isinstance(like, torch.Tensor) and getattr(call.example(classes), "dtype", None) == torch.bool:
+    if isinstance(like, torch.Tensor) and _is_mask(call, classes):
         _refuse_overflow(call, call.constant_everywhere(value), call.out.dtype)  # as masked_fill does
+    elif isinstance(like, torch.Tensor) and not isinstance(classes, slice) and like.dtype != call.out.dtype:
+        call.keep("dtype", f"{call.name} of {like.dtype} in {call.out.dtype}")  # eager raises
     return _assigned(replace(call, name="[…] = …"), input, classes, value)
 
 
@@ -450,8 +449,13 @@ def _refuse_overflow(call: Call, value: Any, dtype: torch.dtype) -> None:
         call.keep("unsupported_argument", f"{call.name} with {value}, which {dtype} does not hold,")
 
 
+def _is_mask(call: Call, classes: Any) -> bool:
+    """Whether classes are those of a mask, rather than of a slice or an index."""
+    return getattr(call.example(classes), "dtype", None) == torch.bool
+
+
 def _assigned(call: Call, input: Any, classes: Any, value: Any) -> ClassTensor:
-    if getattr(call.example(classes), "dtype", None) == torch.bool:
+    if _is_mask(call, classes):
         return _filled(call, input, value, lambda number: ClassOp("fill", (classes, number, False), shifts=True))
     return _filled(call, input, value, lambda number: ClassOp("assign", (classes, number), shifts=True))
 
