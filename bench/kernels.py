@@ -53,7 +53,7 @@ class Kernels:
         self.e = self.made.kept.e[:, :vocab]
         self.d_input = call.input_sum(torch.zeros_like(x), 1, self.rows.most)
         self.d_weight = call.weight_sum(torch.zeros_like(w), self.rows.chunks)
-        self.stats_rows = call.cut(listed, call.stats_chunk())
+        self.stats_rows = call.stats_rows(listed, call.stats_tile(self.stats))
         self.gathered = call.empty(self.stats_rows.most, hidden, dtype=x.dtype)
         call.gather(self.stats_rows, 0, self.gathered)
 

@@ -718,7 +718,7 @@ def rows_go_from_the_order_of_the_list_to_where_they_are_from(dtype: torch.dtype
         expected[listed.long()] = values[:count].to(dtype)
         for most in (16, 48, 112):
             d_input = values.to(dtype, copy=True)
-            rows = Rows(order, listed.new_tensor([count]), most, -(-100 // most))
+            rows = Rows(order, listed.new_tensor([count]), most, -(-100 // most), 16)
             call.unlist(rows, d_input, call.empty(most, call.hidden, dtype=dtype))
             assert torch.equal(d_input, expected), (count, most)
 
@@ -1035,6 +1035,9 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
             p.x[3], p.x[20], p.x[21] = float("nan"), float("inf"), 0
             p.x[21, 0], p.index[21, 0] = float("inf"), int(p.w[:, 0].argmin())
             check_stats(p, skip_unindexed=kind == "idle", bound=2 * STATS_BOUND)  # sums have more terms than elsewhere
+    processors = tiles.machine(DEVICE).processors
+    sizes = {tiles.of_maxima_and_sums(rows, 2 * hidden, vocab, processors).rows for rows, hidden, vocab in shapes}
+    assert processors != 132 or sizes == {tile.rows for tile in tiles.MAXIMA_AND_SUMS}
 
 
 @case(gpu_only=True, routes=("described",))
@@ -1059,6 +1062,25 @@ def gradients_of_many_hidden_units() -> None:
     p.x[3] = float("nan")
     d_input = cuda.linear_loss(*p.operands, *p.upstream, True, True, False)[1]
     assert d_input[3].isnan().all() and d_input[4:].isfinite().all()
+
+
+@case(gpu_only=True, routes=("described",))
+def programs_that_wait_for_each_other_in_vain() -> None:
+    """Get the same results, and get them: here as many are missing at every meeting as never come."""
+    from fxfuse.kernels.hopper.launch.operands import Described
+
+    p = problem(2500, 2064, 5003, torch.bfloat16)
+    operands, needs = (*p.operands, *p.upstream), (True, True, False)
+    want = [*cuda.linear_loss(*operands, *needs), *cuda.linear_loss(*operands, False, False, False)]
+    counters = Described._counters
+    missing = torch.full((4,), -(2**30), dtype=torch.int32, device=DEVICE)
+    Described._counters = property(lambda self: itertools.repeat(missing))  # type: ignore[assignment]
+    try:
+        got = [*cuda.linear_loss(*operands, *needs), *cuda.linear_loss(*operands, False, False, False)]
+    finally:
+        Described._counters = counters  # type: ignore[method-assign]
+    assert all(map(torch.equal, got, want))
+    assert -(2**30) < int(missing[0]) < 0 or not tiles.takes_turns("stats", p.x)
 
 
 @case(routes=("described",))

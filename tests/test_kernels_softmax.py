@@ -134,15 +134,15 @@ def softmax_of_own_products(dtype: torch.dtype) -> None:
 @contextlib.contextmanager
 def own_products() -> Iterator[None]:
     """However few entries, and a chunk for each block of rows."""
-    from fxfuse.kernels.hopper.launch import statistics
+    from fxfuse.kernels import tiles
     from fxfuse.ops import hopper  # both import Triton
 
-    kept = hopper.LEAST_STORED, statistics.STATS_BYTES
+    kept = hopper.LEAST_STORED, tiles.STATS_BYTES
     try:
-        hopper.LEAST_STORED = statistics.STATS_BYTES = 0
+        hopper.LEAST_STORED = tiles.STATS_BYTES = 0
         yield
     finally:
-        hopper.LEAST_STORED, statistics.STATS_BYTES = kept
+        hopper.LEAST_STORED, tiles.STATS_BYTES = kept
 
 
 @case(each_dtype=True)

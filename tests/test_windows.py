@@ -40,6 +40,29 @@ def test_windows_of_the_vocabulary(vocab: int) -> None:
         assert window % 256 == 0 and waves(window) <= waves(max(256, most // 256 * 256))
 
 
+@pytest.mark.parametrize("rows", [65, 512, 1100, 4096, 16384, 16385])
+@pytest.mark.parametrize(("hidden", "vocab"), [(2048, 32000), (4096, 128256), (2304, 256000), (16384, 128256)])
+def test_tiles_of_statistics(rows: int, hidden: int, vocab: int) -> None:
+    """Those of which the chunks of all rows take fewer rows of tiles in all, by and large; within the bytes."""
+    row_bytes, processors = 2 * hidden, 132
+
+    def walked(tile: tiles.Tile) -> int:
+        most = tiles.rows_of_stats(tile, rows, row_bytes, processors)
+        assert most % tile.rows == 0 and (most == tile.rows or most * row_bytes <= tiles.STATS_BYTES)
+        assert most >= rows or processors % (most // tile.rows) == 0
+        most = tiles.cdiv(tiles.cdiv(rows, tiles.cdiv(rows, most)), tile.rows) * tile.rows
+        walked = 0
+        for start in range(0, rows, most):
+            lanes = processors // tiles.cdiv(min(most, rows - start), tile.rows)
+            walked += tiles.cdiv(tiles.cdiv(vocab, tile.vocab), lanes) * tile.rows
+        return walked
+
+    larger, smaller = tiles.MAXIMA_AND_SUMS
+    found = tiles.of_maxima_and_sums(rows, row_bytes, vocab, processors)
+    assert walked(found) <= 1.04 * min(walked(larger), walked(smaller))
+    assert found == larger or walked(larger) > walked(smaller)
+
+
 class Allocated(TorchDispatchMode):
     """Adds up what is allocated, whether or not it is freed."""
 

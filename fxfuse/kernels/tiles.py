@@ -111,12 +111,18 @@ TAKING_TURNS: dict[str, Tile] = {
 # With many hidden units two warpgroups share a larger tile, which asks L2 for a quarter less: an H100's gives no more
 # than tiles of 128x128 ask for. For statistics only if what ends a tile takes no longer than a few steps.
 TOGETHER: dict[str, Tile] = {
-    "stats": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
+    "stats": Tile(192, 256, 64, 4, 3, takes_turns=True, together=True),
     "exponentials": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
 }
 MANY_HIDDEN = 2048
+# Maxima and sums in shared tiles: the larger one takes some 3 % less for as many rows, as if each tile of either had
+# that many rows more; but fewer may fill the device better.
+MAXIMA_AND_SUMS = (TOGETHER["stats"], Tile(128, 256, 64, 4, 4, takes_turns=True, together=True))
+TILE_COST = 12  # rows
+# What the gathered rows of a chunk of statistics may take.
+STATS_BYTES = 12 << 20
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536
 NARROW_INPUT = Tile(128, 128, 64, 8, 4)
@@ -190,6 +196,31 @@ def of_input_sums(input: Tensor, most: int) -> Tile | None:
         return None
     count, processors = cdiv(most, tile.rows) * cdiv(input.shape[1], tile.vocab), machine(input.device).processors
     return tile if count >= LEAST_FILL * cdiv(count, processors) * processors else None
+
+
+def rows_of_stats(tile: Tile, rows: int, row_bytes: int, processors: int) -> int:
+    """Rows in a chunk of statistics: as many as fit the bytes, in a number of blocks that divides the programs."""
+    programs = processors * tile.slots
+    most = min(max(1, STATS_BYTES // (row_bytes * tile.rows)), programs)
+    even = next(blocks for blocks in range(most, 0, -1) if programs % blocks == 0)
+    return min(even, cdiv(rows, tile.rows)) * tile.rows
+
+
+@functools.lru_cache(maxsize=1024)
+def of_maxima_and_sums(rows: int, row_bytes: int, vocab: int, processors: int) -> Tile:
+    """The shared tile in which maxima and sums of so many rows of logits take the least time."""
+
+    def waves(tile: Tile, rows: int) -> int:
+        lanes = max(1, processors // max(1, cdiv(rows, tile.rows)))
+        return cdiv(cdiv(vocab, tile.vocab), lanes)
+
+    def time(tile: Tile) -> int:
+        chunks = cdiv(rows, rows_of_stats(tile, rows, row_bytes, processors))
+        each = cdiv(cdiv(rows, chunks), tile.rows) * tile.rows
+        whole, rest = divmod(rows, each)
+        return (whole * waves(tile, each) + (waves(tile, rest) if rest else 0)) * (tile.rows + TILE_COST)
+
+    return min(MAXIMA_AND_SUMS, key=time)
 
 
 def takes_turns(kernel: str, input: Tensor) -> bool:

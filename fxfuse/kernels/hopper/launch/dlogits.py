@@ -8,7 +8,7 @@ from ....ops.contract import Upstream
 from ... import tiles
 from ..dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
 from ..exponentials import add_class_sums_kernel, exponentials_kernel, finish_kernel
-from .operands import Bad, Rows, Stats, describe, describe_stored, kernel_for, rows_of_warpgroup
+from .operands import Bad, Rows, Stats, describe, describe_stored, kernel_for, rows_at_a_time
 from .statistics import Statistics
 
 
@@ -42,7 +42,7 @@ class GradientsOfLogits(Statistics):
             self.signature,
             kernel_for(exponentials_kernel, tile),
             (programs,),
-            describe(gathered, tile, rows_of_warpgroup(tile), tile.hidden),
+            describe(gathered, tile, rows_at_a_time(tile), tile.hidden),
             self.described_weight(self.weight, tile, tile.vocab, tile.hidden),
             describe_stored(e, tile),
             self.bias,
@@ -57,6 +57,7 @@ class GradientsOfLogits(Statistics):
             self.vocab,
             self.hidden,
             programs,
+            *self.counter(tile),
             **self.logits_options(),
             EVEN_VOCAB=self.vocab % tile.vocab == 0,
             **self.launch_options(tile),
@@ -102,7 +103,7 @@ class GradientsOfLogits(Statistics):
             num_warps=8,
         )
         # Where there are no bad rows, these launches find that out.
-        again = Rows(bad.order, bad.length[chunk], rows.most, 1)
+        again = Rows(bad.order, bad.length[chunk], rows.most, 1, rows.block)
         # Class sums do not depend on offsets.
         self.stats_of(again, 0, bad.gathered, out._replace(class_sum=self.empty(0)))
         tile = tiles.described("dlogits", self.input, turns=False)

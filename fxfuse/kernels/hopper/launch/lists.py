@@ -98,7 +98,7 @@ class Lists(Described):
             self.index.shape[1],
             *self.input.stride(),
             BLOCK=min(tiles.next_power_of_2(self.hidden), 4096),
-            ROWS=self.row_block,
+            ROWS=rows.block,
             num_warps=4,
         )
 

@@ -7,7 +7,7 @@ bytes: ``bias [V]`` or None, ``index [N, K]`` int64, ``class_weight [V]`` float3
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,9 @@ class Rows(NamedTuple):
 
     order: Tensor
     length: Tensor
-    most: int  # a multiple of the row block
+    most: int  # a multiple of the block
     chunks: int
+    block: int  # rows that every chunk but the last has a multiple of, and the last is filled up to
 
 
 class Stats(NamedTuple):
@@ -77,6 +78,8 @@ class Sum(NamedTuple):
         """Whether the further bits lie in pieces, as kernels that take turns have them."""
         return self.low is not None and self.low.dim() == 4
 
+
+COUNTERS = 64  # that are set to zero at a time
 
 _signatures: dict[tuple[object, ...], int] = {}
 
@@ -139,8 +142,22 @@ class Described(Operands):
             self._scratch[key] = self.empty(*shape, dtype=dtype)
         return self._scratch[key]
 
-    def whole_blocks(self, rows: int) -> int:
-        return max(1, tiles.cdiv(rows, self.row_block)) * self.row_block
+    def counter(self, tile: tiles.Tile) -> tuple[Tensor, ...]:
+        """A zero ``[4]`` int32 of which a launch has the first, if the programs of such tiles meet; or nothing."""
+        return (next(self._counters),) if tile.together else ()
+
+    @functools.cached_property
+    def _counters(self) -> Iterator[Tensor]:
+        def zeros() -> Iterator[Tensor]:
+            while True:
+                # The rest of each is there for alignment.
+                yield from torch.zeros((COUNTERS, 4), dtype=torch.int32, device=self.input.device)
+
+        return zeros()
+
+    def whole_blocks(self, rows: int, block: int | None = None) -> int:
+        block = block or self.row_block
+        return max(1, tiles.cdiv(rows, block)) * block
 
     def windows(self, most: int) -> list[slice]:
         """The vocabulary in windows of at most ``most`` classes, such as keep all programs busy."""
@@ -197,10 +214,11 @@ class Described(Operands):
     def parts(self) -> Tensor:
         return self.empty(self.parts_size())
 
-    def cut(self, listed: Listed, most: int) -> Rows:
-        """The listed rows in chunks of at most ``most``."""
+    def cut(self, listed: Listed, most: int, block: int | None = None) -> Rows:
+        """The listed rows in chunks of at most ``most``, in blocks of so many rows (the row block)."""
+        block = block or self.row_block
         chunks = max(1, tiles.cdiv(self.rows, most))
-        return Rows(*listed, self.whole_blocks(tiles.cdiv(self.rows, chunks)), chunks)
+        return Rows(*listed, self.whole_blocks(tiles.cdiv(self.rows, chunks), block), chunks, block)
 
     # --- descriptors ------------------------------------------------------------------------------------------
 
@@ -274,9 +292,9 @@ def kernel_for(kernel: Any, tile: tiles.Tile) -> Any:
     return getattr(pingpong(), name.replace("_kernel", "_together_kernel") if tile.together else name)
 
 
-def rows_of_warpgroup(tile: tiles.Tile) -> int:
-    """Rows of a tile that are loaded at a time."""
-    return tile.rows // 2 if tile.together else tile.rows
+def rows_at_a_time(tile: tiles.Tile) -> int:
+    """Rows of a tile that are loaded, or stored, at a time."""
+    return tiles.PIECE if tile.together else tile.rows
 
 
 @functools.cache
@@ -294,4 +312,4 @@ def describe(matrix: Tensor, tile: tiles.Tile, *block: int) -> Any:
 
 def describe_stored(matrix: Tensor, tile: tiles.Tile) -> Any:
     """A descriptor of ``matrix`` in the parts of tiles that a kernel stores at a time."""
-    return describe(matrix, tile, rows_of_warpgroup(tile), tile.vocab // (4 if tile.together else 2))
+    return describe(matrix, tile, rows_at_a_time(tile), tile.vocab // (4 if tile.together else 2))

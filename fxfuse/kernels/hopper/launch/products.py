@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import tiles
 from .. import products
 from ..rows import put_kernel, take_kernel
-from .operands import Classes, Described, Rows, Sum, describe, kernel_for, pingpong, rows_of_warpgroup
+from .operands import Classes, Described, Rows, Sum, describe, kernel_for, pingpong, rows_at_a_time
 
 
 class Products(Described):
@@ -115,7 +115,7 @@ class Products(Described):
             (self.signature, weight.shape[0], total.out.dtype),
             pingpong().d_input_together_kernel,
             (programs,),
-            describe(dz, tile, rows_of_warpgroup(tile), tile.hidden),
+            describe(dz, tile, rows_at_a_time(tile), tile.hidden),
             self.described_weight(weight, tile, tile.hidden, tile.vocab),
             describe(total.out, tile, tiles.PIECE, tiles.PIECE),
             total.low,
@@ -128,6 +128,7 @@ class Products(Described):
             programs,
             term,
             terms - 1,
+            *self.counter(tile),
             TRANSPOSED=self.transposed,
             **self.launch_options(tile),
         )
@@ -194,7 +195,7 @@ class Products(Described):
             (self.signature, height, total.out.dtype),
             kernel_for(products.d_weight_kernel, tile),
             (programs,),
-            describe(dz, tile, tile.hidden, rows_of_warpgroup(tile)),
+            describe(dz, tile, tile.hidden, rows_at_a_time(tile)),
             describe(x, tile, tile.hidden, tile.vocab),
             *sums,
             undo,
@@ -208,6 +209,7 @@ class Products(Described):
             height,
             self.hidden,
             programs,
+            *self.counter(tile),
             **self.launch_options(tile),
         )
 

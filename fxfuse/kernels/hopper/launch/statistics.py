@@ -11,27 +11,31 @@ from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
 from ..stats import merge_kernel, stats_kernel
 from .lists import Lists
-from .operands import Listed, Rows, Stats, describe, describe_stored, kernel_for, rows_of_warpgroup
-
-# What the gathered rows of a chunk of statistics may take.
-STATS_BYTES = 12 << 20
+from .operands import Listed, Rows, Stats, describe, describe_stored, kernel_for, rows_at_a_time
 
 
 class Statistics(Lists):
-    def stats_chunk(self) -> int:
-        """Rows in a chunk of statistics: as many as fit the bytes, in a number of blocks that divides the programs."""
-        tile = tiles.described("stats", self.input)
-        programs = self.programs * tile.slots
-        blocks = max(1, STATS_BYTES // (self.hidden * self.input.element_size() * tile.rows))
-        needed = tiles.cdiv(self.rows, tile.rows)
-        even = next(b for b in range(min(blocks, programs), 0, -1) if programs % b == 0)
-        return self.whole_blocks(min(even, needed) * tile.rows)
+    def stats_tile(self, out: Stats, stored: Tensor | None = None) -> tiles.Tile:
+        """The tile of ``stats_of``."""
+        more = any(t.numel() for t in (out.class_sum, out.entropy, out.top))
+        plain = not self.transform and self.bias is None and not more
+        tile = tiles.described("stats" if stored is None else "stored", self.input, short=plain)
+        if tile.together:
+            tile = tiles.of_maxima_and_sums(self.rows, self._row_bytes, self.vocab, self.programs)
+        return tile
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.hidden * self.input.element_size()
+
+    def stats_rows(self, listed: Listed, tile: tiles.Tile) -> Rows:
+        """The listed rows in chunks for ``stats_of`` with such a tile."""
+        block = tile.rows if tile.together else self.row_block
+        most = tiles.rows_of_stats(tile, self.rows, self._row_bytes, self.programs)
+        return self.cut(listed, self.whole_blocks(most, block), block)
 
     def stats(self, listed: Listed, out: Stats, stored: Tensor | None = None) -> None:
         """The statistics of the listed rows; see ``stats_of``."""
-        rows = self.cut(listed, self.stats_chunk())
-        self.pick(listed, out.picked)
-        gathered = self.empty(rows.most, self.hidden, dtype=self.input.dtype)
         row_sum = bias_sum = None
         in_tiles = out
         # Without a transform class sums are linear: the weight can be summed once, which takes the time of about 150
@@ -39,6 +43,9 @@ class Statistics(Lists):
         if out.class_sum.numel() and not self.transform and self.rows >= self.hidden:
             row_sum, bias_sum = self.weighted_sum(self.weight, self.class_weight), self.bias_sum()
             in_tiles = out._replace(class_sum=self.empty(0))
+        rows = self.stats_rows(listed, self.stats_tile(in_tiles, stored))
+        self.pick(listed, out.picked)
+        gathered = self.empty(rows.most, self.hidden, dtype=self.input.dtype)
         for chunk in range(rows.chunks):
             self.gather(rows, chunk, gathered, row_sum=row_sum, bias_sum=bias_sum, class_sum=out.class_sum)
             self.stats_of(rows, chunk, gathered, in_tiles, stored)
@@ -50,28 +57,40 @@ class Statistics(Lists):
         bytes, and every row must be listed, in order. Logits are then made of what is written there.
         """
         optional = class_sum, entropy, top = [t if t.numel() else None for t in (out.class_sum, out.entropy, out.top)]
-        plain = not self.transform and self.bias is None and optional.count(None) == 3
-        tile = tiles.described("stats" if stored is None else "stored", self.input, short=plain)
+        tile = self.stats_tile(out, stored)
         most = rows.most
-        programs = max(self.programs * tile.slots, most // tile.rows)
-        each = 2 if tile.takes_turns and not tile.together else 1  # parts that a program makes
+        programs = max(self.programs * tile.slots, tiles.cdiv(most, tile.rows))
+        each = 2 if tile.takes_turns else 1  # parts that a program makes
         parts = iter(self.scratch(2 + 3 - optional.count(None), programs * each * tile.rows))
         part_max, part_sum = next(parts), next(parts)
         part_class_sum, part_moment, part_argmax = (None if t is None else next(parts) for t in optional)
         options = self.launch_options(tile)
         del options["GROUP"]
-        options |= {**self.logits_options(), "EVEN_VOCAB": self.vocab % tile.vocab == 0}
-        x = describe(gathered, tile, rows_of_warpgroup(tile), tile.hidden)
-        w = self.described_weight(self.weight, tile, tile.vocab, tile.hidden)
+        options |= {**self.logits_options(), "EVEN_VOCAB": self.vocab % tile.vocab == 0, "ROWS": rows.block}
+        x = describe(gathered, tile, rows_at_a_time(tile), tile.hidden)
         sizes = self.scale, chunk, most, self.vocab, self.hidden, programs
-        kernel = kernel_for(stats_kernel, tile)
         if tile.together:
+            w = self.described_weight(self.weight, tile, tile.vocab // 2, tile.hidden)
             del options["TRANSFORM"]
-            self.launch(self.signature, kernel, (programs,), x, w, rows.length, part_max, part_sum, *sizes, **options)
-        else:
             self.launch(
                 self.signature,
-                kernel,
+                kernel_for(stats_kernel, tile),
+                (programs,),
+                x,
+                w,
+                rows.length,
+                part_max,
+                part_sum,
+                *sizes,
+                *self.counter(tile),
+                **options,
+                PARTS=tile.rows // rows_at_a_time(tile),
+            )
+        else:
+            w = self.described_weight(self.weight, tile, tile.vocab, tile.hidden)
+            self.launch(
+                self.signature,
+                kernel_for(stats_kernel, tile),
                 (programs,),
                 x,
                 w,
@@ -116,7 +135,7 @@ class Statistics(Lists):
             BM=tile.rows,
             BLOCK_LANES=64,
             BLOCK_ROWS=16,
-            ROWS=self.row_block,
+            ROWS=rows.block,
         )
 
     def bias_sum(self) -> Tensor | None:

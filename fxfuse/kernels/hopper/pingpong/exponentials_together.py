@@ -20,19 +20,20 @@ PART = gl.constexpr(64)
 
 @gluon.jit
 def _load(
-    x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
-    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    x, w, length, chunk, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty,
+    TRANSPOSED: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
     row_blocks = gl.cdiv(rows, BLOCK)
     columns = gl.cdiv(vocab, WIDTH)
     slot = 0
     phase = 1  # every slot is empty at first
+    misses = 0
     for tile in range(gl.program_id(0), row_blocks * columns, programs):
         row_block, column = grouped(tile, row_blocks, columns, GROUP)
-        slot, phase = load_product(
-            x, w, None, x_tiles, w_tiles, None, full, empty, slot, phase, row_block * BLOCK, column, 0, hidden, True,
-            not TRANSPOSED, BK, STAGES,
+        slot, phase, misses = load_product(
+            x, w, None, x_tiles, w_tiles, None, full, empty, slot, phase, misses, row_block * BLOCK, column, 0, hidden,
+            counter, tile, row_blocks * columns, programs, True, not TRANSPOSED, BK, STAGES,
         )  # fmt: skip
 
 
@@ -103,6 +104,7 @@ def exponentials_together_kernel(
     vocab,
     hidden,
     programs,
+    counter,  # [1] int32, zero; for ``.meeting``
     SCALED: gl.constexpr,
     TRANSFORM: gl.constexpr,
     TRANSPOSED: gl.constexpr,
@@ -129,8 +131,8 @@ def exponentials_together_kernel(
                 BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
-                x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
-                GROUP, STAGES, ROWS,
+                x, w, length, chunk, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty, TRANSPOSED,
+                BK, GROUP, STAGES, ROWS,
             )),
         ],
         [4, 1],

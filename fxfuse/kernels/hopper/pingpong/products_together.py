@@ -22,7 +22,7 @@ PIECES = gl.constexpr(4)  # of a warpgroup's half
 
 @gluon.jit
 def _load(
-    dz, other, out, low, factors, length, chunk, most, vocab, hidden, programs, term, dz_tiles, other_tiles,
+    dz, other, out, low, factors, length, chunk, most, vocab, hidden, programs, term, counter, dz_tiles, other_tiles,
     factor_tiles, uppers, full, empty, OF_INPUT: gl.constexpr, ALONG: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -32,12 +32,13 @@ def _load(
     )
     slot = 0
     phase = 1  # every slot is empty at first
+    misses = 0
     for tile in range(gl.program_id(0), tiles, programs):
         row_block, column = grouped(tile, row_blocks, columns, GROUP)
         row = row_block * BLOCK
-        slot, phase = load_product(
-            dz, other, factors, dz_tiles, other_tiles, factor_tiles, full, empty, slot, phase, row, column, start, stop,
-            OF_INPUT, ALONG, BK, STAGES,
+        slot, phase, misses = load_product(
+            dz, other, factors, dz_tiles, other_tiles, factor_tiles, full, empty, slot, phase, misses, row, column,
+            start, stop, counter, tile, tiles, programs, OF_INPUT, ALONG, BK, STAGES,
         )  # fmt: skip
         for second in gl.static_range(2):
             mbarrier.wait(empty.index(slot), phase)
@@ -128,6 +129,7 @@ def d_weight_together_kernel(
     vocab,
     hidden,
     programs,
+    counter,  # [1] int32, zero; for ``.meeting``
     BK: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
@@ -156,8 +158,8 @@ def d_weight_together_kernel(
                 False, False, BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
-                dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, chunk, dz_tiles, x_tiles,
-                factor_tiles, uppers, full, empty, False, False, BK, GROUP, STAGES, ROWS,
+                dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, chunk, counter, dz_tiles,
+                x_tiles, factor_tiles, uppers, full, empty, False, False, BK, GROUP, STAGES, ROWS,
             )),
         ],
         [4, 1],
@@ -180,6 +182,7 @@ def d_input_together_kernel(
     programs,
     term,  # the number of the window, and of the last one
     last,
+    counter,  # [1] int32, zero; for ``.meeting``
     TRANSPOSED: gl.constexpr,
     BK: gl.constexpr,
     GROUP: gl.constexpr,
@@ -204,8 +207,8 @@ def d_input_together_kernel(
                 ROWS,
             )),
             (_load, (
-                dz, w, out, low, None, length, chunk, most, vocab, hidden, programs, term, dz_tiles, w_tiles, w_tiles,
-                uppers, full, empty, True, TRANSPOSED, BK, GROUP, STAGES, ROWS,
+                dz, w, out, low, None, length, chunk, most, vocab, hidden, programs, term, counter, dz_tiles, w_tiles,
+                w_tiles, uppers, full, empty, True, TRANSPOSED, BK, GROUP, STAGES, ROWS,
             )),
         ],
         [4, 1],

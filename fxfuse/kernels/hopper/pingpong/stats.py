@@ -13,14 +13,16 @@ from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
 
 
 @gluon.jit
-def lane_of(length, chunk, most, vocab, programs, WIDTH: gl.constexpr, ROWS: gl.constexpr):
-    """(row block, lane, lanes, columns of tiles) of this program; no columns for one that has nothing to do."""
+def lane_of(
+    length, chunk, most, vocab, programs, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """(row block, row blocks, lane, lanes, columns of tiles) of this program; no columns for one with nothing to do."""
     _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
-    row_blocks, lanes = lanes_of(rows, programs, BLOCK)
+    row_blocks, lanes = lanes_of(rows, programs, HEIGHT)
     row_block = gl.program_id(0) % row_blocks
     lane = gl.program_id(0) // row_blocks
     columns = gl.where((lane < lanes) & (rows > 0), gl.cdiv(vocab, WIDTH), 0)
-    return row_block, lane, lanes, columns
+    return row_block, row_blocks, lane, lanes, columns
 
 
 @gluon.jit
@@ -28,7 +30,7 @@ def _load(
     x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    row_block, lane, lanes, columns = lane_of(length, chunk, most, vocab, programs, BLOCK, ROWS)
+    row_block, _row_blocks, lane, lanes, columns = lane_of(length, chunk, most, vocab, programs, BLOCK, BLOCK, ROWS)
     load_tiles(
         x, w, None, x_tiles, w_tiles, None, full, empty, lane, columns, lanes, row_block, columns, 0, hidden, True,
         not TRANSPOSED, BK, 0, STAGES,
@@ -75,7 +77,7 @@ def _walk(
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    row_block, lane, lanes, columns = lane_of(length, chunk, most, vocab, programs, BLOCK, ROWS)
+    row_block, _row_blocks, lane, lanes, columns = lane_of(length, chunk, most, vocab, programs, BLOCK, BLOCK, ROWS)
     steps = gl.cdiv(hidden, BK)
     m = gl.full([BLOCK], float("-inf"), gl.float32, by_row)
     s = gl.zeros([BLOCK], gl.float32, by_row)

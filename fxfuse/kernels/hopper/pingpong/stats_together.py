@@ -1,80 +1,89 @@
-"""Maxima and sums as in ``..stats``, of products and a scale alone, by warpgroups that share a tile, see ``.together``.
+"""Maxima and sums as in ``..stats``, of products and a scale alone, by warpgroups side by side, see ``.beside``.
 
-What ends a tile must hide behind ``LAG`` steps of the other warpgroup. Where that takes longer, for other statistics
-and for logits with a bias or a transform, there is ``.stats``. At least three steps are needed, fewer than
-``tiles.MANY_HIDDEN`` hidden units have.
+What ends a tile is not hidden but as far as one warpgroup runs ahead of the other. Where it takes longer, for other
+statistics and for logits with a bias or a transform, there is ``.stats``.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..schedule import begin, logits_of
 from ..stats import online
-from .ring import BLOCK
+from .beside import LAYOUT, PART, WIDTH, load_product, multiply, nothing, ring_beside
 from .stats import lane_of
-from .together import WIDTH, begin_product, end_product, load_product, ring_of_shared
 
 
 @gluon.jit
 def _load(
-    x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    x, w, length, chunk, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty,
+    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    row_block, lane, lanes, columns = lane_of(length, chunk, most, vocab, programs, WIDTH, ROWS)
+    row_block, row_blocks, lane, lanes, columns = lane_of(
+        length, chunk, most, vocab, programs, PARTS * PART, 2 * WIDTH, ROWS
+    )
     slot = 0
     phase = 1  # every slot is empty at first
+    misses = 0
     for column in range(lane, columns, lanes):
-        slot, phase = load_product(
-            x, w, None, x_tiles, w_tiles, None, full, empty, slot, phase, row_block * BLOCK, column, 0, hidden, True,
-            not TRANSPOSED, BK, STAGES,
+        slot, phase, misses = load_product(
+            x, w, x_tiles, w_tiles, full, empty, slot, phase, misses, row_block * (PARTS * PART), column, hidden,
+            counter, column * row_blocks, columns * row_blocks, lanes * row_blocks, not TRANSPOSED, PARTS, BK, STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
 def _walk(
-    length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, lead,
+    length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
     WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = BLOCK // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    row_block, lane, lanes, columns = lane_of(length, chunk, most, vocab, programs, WIDTH, ROWS)
+    by_row: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    row_block, _row_blocks, lane, lanes, columns = lane_of(
+        length, chunk, most, vocab, programs, PARTS * PART, 2 * WIDTH, ROWS
+    )
     steps = gl.cdiv(hidden, BK)
-    m = gl.full([HALF], float("-inf"), gl.float32, by_row)
-    s = gl.zeros([HALF], gl.float32, by_row)
+    m = nothing()
+    s = nothing()
+    for _ in gl.static_range(PARTS):
+        m += (gl.full([PART], float("-inf"), gl.float32, by_row),)
+        s += (gl.zeros([PART], gl.float32, by_row),)
     slot = 0
     phase = 0
-    round = 0
     for column in range(lane, columns, lanes):
-        if WARPGROUP == 1:
-            mbarrier.wait(lead.index(0), round & 1)
-        z, nothing = begin_product(x_tiles, w_tiles, None, full, slot, phase, True, not TRANSPOSED, WARPGROUP)
-        z, nothing, slot, phase = end_product(
-            x_tiles, w_tiles, None, z, nothing, full, empty, lead, slot, phase, steps, False, True, not TRANSPOSED,
-            WARPGROUP, STAGES,
-        )  # fmt: skip
-        round += 1  # noqa: SIM113
-        col = column * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-        z, _slope = logits_of(z, None, col, scale, vocab, SCALED, "")
-        if not EVEN_VOCAB:
-            z = gl.where((col < vocab)[None, :], z, float("-inf"))
-        m, s, _t, _argmax = online(z, m, s, m, m, col, vocab, EVEN_VOCAB, False, False)
-    part = (row_block * lanes + lane) * BLOCK + WARPGROUP * HALF + gl.arange(0, HALF, layout=by_row)
-    some = part < gl.where(columns > 0, BLOCK * programs, 0)
-    gl.store(part_max + part, m, mask=some)
-    gl.store(part_sum + part, s, mask=some)
+        products, slot, phase = multiply(
+            x_tiles, w_tiles, full, empty, slot, phase, steps, not TRANSPOSED, WARPGROUP, PARTS, STAGES
+        )
+        col = (2 * column + WARPGROUP) * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+        m_before = m
+        s_before = s
+        m = nothing()
+        s = nothing()
+        for i in gl.static_range(PARTS):
+            z, _slope = logits_of(products[i], None, col, scale, vocab, SCALED, "")
+            if not EVEN_VOCAB:
+                z = gl.where((col < vocab)[None, :], z, float("-inf"))
+            m_i, s_i, _t, _argmax = online(
+                z, m_before[i], s_before[i], m_before[i], m_before[i], col, vocab, EVEN_VOCAB, False, False
+            )
+            m += (m_i,)
+            s += (s_i,)
+    # Two parts a lane: this warpgroup's is one of them.
+    first = ((row_block * lanes + lane) * 2 + WARPGROUP) * (PARTS * PART)
+    for i in gl.static_range(PARTS):
+        part = first + i * PART + gl.arange(0, PART, layout=by_row)
+        some = part < gl.where(columns > 0, 2 * PARTS * PART * programs, 0)
+        gl.store(part_max + part, m[i], mask=some)
+        gl.store(part_sum + part, s[i], mask=some)
 
 
 @gluon.jit(do_not_specialize=["chunk", "most", "programs"])
 def stats_together_kernel(
     x,  # descriptor of [most, D] in blocks [64, BK]
-    w,  # descriptor of [V, D] in blocks [256, BK], or of [D, V] in [BK, 256] if TRANSPOSED
+    w,  # descriptor of [V, D] in blocks [128, BK], or of [D, V] in [BK, 128] if TRANSPOSED
     length,
-    part_max,  # [row blocks, lanes, 128] float32, out: at most [programs, 128]
+    part_max,  # [row blocks, lanes, 2, rows of a tile] float32, out: at most [programs, 2, rows of a tile]
     part_sum,  # the same
     scale,
     chunk,
@@ -82,29 +91,31 @@ def stats_together_kernel(
     vocab,
     hidden,
     programs,
+    counter,  # [1] int32, zero; for ``.meeting``
     SCALED: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     EVEN_VOCAB: gl.constexpr,
+    PARTS: gl.constexpr,  # of a tile's rows
     BK: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     begin(PDL)
-    x_tiles, w_tiles, full, empty, lead = ring_of_shared(x, w, STAGES)
+    x_tiles, w_tiles, full, empty = ring_beside(x, w, PARTS, STAGES)
     gl.warp_specialize(
         [
             (_walk, (
                 length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
-                lead, 0, SCALED, TRANSPOSED, EVEN_VOCAB, BK, STAGES, ROWS,
+                0, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES, ROWS,
             )),
             (_walk, (
                 length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
-                lead, 1, SCALED, TRANSPOSED, EVEN_VOCAB, BK, STAGES, ROWS,
+                1, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES, ROWS,
             )),
             (_load, (
-                x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
-                STAGES, ROWS,
+                x, w, length, chunk, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty, TRANSPOSED,
+                PARTS, BK, STAGES, ROWS,
             )),
         ],
         [4, 1],

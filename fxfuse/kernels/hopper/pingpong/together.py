@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from .meeting import EVERY, arrivals, meet
 from .ring import BLOCK, add_product, add_products, after, barriers, expect_tiles, load_tile, narrow_zeros
 
 WIDTH = gl.constexpr(256)  # columns of a tile
@@ -31,11 +32,18 @@ def ring_of_shared(a, b, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_product(
-    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, slot, phase, row, column, start, stop, A_ALONG: gl.constexpr,
-    B_ALONG: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, slot, phase, misses, row, column, start, stop, counter, tile,
+    tiles, programs, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands of a tile as ``load_tiles`` does; return the next slot and its parity."""
+    """Load the operands of a tile, one of ``tiles``, as ``load_tiles`` does.
+
+    Returned are the next slot, its parity, and the misses of ``.meeting``.
+    """
+    expected, coming = arrivals(tile, tiles, programs, gl.cdiv(stop - start, BK))
     for k in range(start, stop, BK):
+        if (k - start) % (BK * EVERY) == 0:
+            expected += coming
+            misses = meet(counter, expected, misses)
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
         expect_tiles(bar, c, c_tiles, slot, k, column, BK, BLOCK + WIDTH)
@@ -43,7 +51,7 @@ def load_product(
         load_tile(b, column * WIDTH, k, bar, b_tiles.index(slot), B_ALONG)
         load_tile(a, row + BLOCK // 2, k, bar, a_tiles.index(2 * slot + 1), A_ALONG)
         slot, phase = after(slot, phase, STAGES)
-    return slot, phase
+    return slot, phase, misses
 
 
 @gluon.jit
