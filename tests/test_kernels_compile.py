@@ -248,7 +248,7 @@ def test_compiles(
     assert ("dlogits_kernel" in names) == (kind != "stored")
     assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == made
     many = rows == 16384 and kind != "few_hidden"
-    assert ("d_input_together_kernel" in names) == (made and many and machine.takes_turns)
+    assert ("input_sums_together_kernel" in names) == (made and many and machine.takes_turns)
     has_entropy = kind.startswith("entropy")
     exponentials = {"exponentials_kernel", "exponentials_together_kernel"} & names
     assert bool(exponentials) == (made and dtype == BF16 and not has_entropy)

@@ -113,6 +113,7 @@ TAKING_TURNS: dict[str, Tile] = {
 TOGETHER: dict[str, Tile] = {
     "stats": Tile(192, 256, 64, 4, 3, takes_turns=True, together=True),
     "exponentials": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
+    "d_input": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
 }
@@ -168,7 +169,10 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
         return TOGETHER[kernel] if together else TAKING_TURNS[kernel]
     if kernel == "d_input":
         # The last tile of the hidden units should not be half empty.
-        return DESCRIBED[kernel][0] if -(-hidden // 256) * 256 <= 1.1 * hidden else NARROW_INPUT
+        if cdiv(hidden, 256) * 256 > 1.1 * hidden:
+            return NARROW_INPUT
+        together = turns and takes_turns("d_weight", input) and hidden >= MANY_HIDDEN
+        return TOGETHER[kernel] if together else DESCRIBED[kernel][0]
     if hidden <= SHORT and rows > 64:
         return SHARED
     choices = DESCRIBED[kernel]

@@ -76,7 +76,7 @@ def accumulate(out, low, at, mask, value, first, last):
 
 
 @triton.jit
-def _finish_rows(
+def finish_rows(
     value, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start, rows, row, col,
     hidden, indexed, w_row, w_col, out_row, first, last,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def _finish_rows(
 
 
 @triton.jit
-def _shares(rows, hidden, vocab, programs, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def shares(rows, hidden, vocab, programs, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """How the tiles of d_input are shared out: in full waves, and the rest each cut along the vocabulary.
 
     All tiles of the rest are cut alike, so that programs read the same part of the vocabulary at the same time.
@@ -157,7 +157,7 @@ def d_input_kernel(
 ):
     begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
-    row_blocks, columns, whole, rest, pieces, each = _shares(rows, hidden, vocab, programs, BM, BN, BK)
+    row_blocks, columns, whole, rest, pieces, each = shares(rows, hidden, vocab, programs, BM, BN, BK)
     steps = tl.cdiv(vocab, BK)
     program = tl.program_id(0)
     HALF: tl.constexpr = BN // 2
@@ -181,11 +181,11 @@ def d_input_kernel(
             row = tile_row + tl.arange(0, BM)
             col = tile_col + tl.arange(0, HALF)
             if is_whole:
-                _finish_rows(
+                finish_rows(
                     left, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start,
                     rows, row, col, hidden, indexed, w_row, w_col, out_row, first, last,
                 )  # fmt: skip
-                _finish_rows(
+                finish_rows(
                     right, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start,
                     rows, row, col + HALF, hidden, indexed, w_row, w_col, out_row, first, last,
                 )  # fmt: skip
@@ -206,7 +206,7 @@ def d_input_rest_kernel(
     """Add the parts of the tiles that were cut up, in order, and finish them like whole ones."""
     begin(PDL)
     start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
-    row_blocks, columns, whole, rest, pieces, _ = _shares(rows, hidden, vocab, programs, BM, BN, BK)
+    row_blocks, columns, whole, rest, pieces, _ = shares(rows, hidden, vocab, programs, BM, BN, BK)
     cut = tl.program_id(0)
     if cut >= rest:
         return
@@ -219,7 +219,7 @@ def d_input_rest_kernel(
     row_block, column = grouped(whole * programs + cut, row_blocks, columns, GROUP)
     row = row_block * BM + strip + tl.arange(0, STRIP)
     col = column * BN + tl.arange(0, BN)
-    _finish_rows(
+    finish_rows(
         value, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start, rows, row, col,
         hidden, indexed, w_row, w_col, out_row, first, last,
     )  # fmt: skip

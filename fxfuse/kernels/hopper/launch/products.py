@@ -61,10 +61,6 @@ class Products(Described):
         weight = self.weight[window]
         programs = self.programs * tile.slots
         signature = self.signature, weight.shape[0], total.out.dtype
-        if self.transposed:
-            w = describe(weight.t(), tile, tile.vocab, tile.hidden)
-        else:
-            w = describe(weight, tile, tile.hidden, tile.vocab)
         common = (
             parts,
             factor,
@@ -90,16 +86,17 @@ class Products(Described):
         options = self.launch_options(tile, flatten=False)
         self.launch(
             signature,
-            products.d_input_kernel,
+            kernel_for(products.d_input_kernel, tile),
             (programs,),
-            describe(dz, tile, tile.rows, tile.hidden),
-            w,
+            describe(dz, tile, rows_at_a_time(tile), tile.hidden),
+            self.described_weight(weight, tile, tile.hidden, tile.vocab),
             *total,
             *common,
+            *self.counter(tile),
             TRANSPOSED=self.transposed,
             **options,
         )
-        sizes = {name: options[name] for name in ("BM", "BN", "BK", "GROUP", "ROWS")}
+        sizes = {"BM": tile.rows, "BN": tile.vocab, "BK": tile.hidden, "GROUP": tile.group, "ROWS": self.row_block}
         strips = (programs, tile.rows // 8)
         self.launch(signature, products.d_input_rest_kernel, strips, parts, *total, *common[1:], **sizes, STRIP=8)
 
@@ -113,7 +110,7 @@ class Products(Described):
         programs = min(self.programs, tiles.cdiv(rows.most, tile.rows) * tiles.cdiv(self.hidden, tile.vocab))
         self.launch(
             (self.signature, weight.shape[0], total.out.dtype),
-            pingpong().d_input_together_kernel,
+            pingpong().input_sums_together_kernel,
             (programs,),
             describe(dz, tile, rows_at_a_time(tile), tile.hidden),
             self.described_weight(weight, tile, tile.hidden, tile.vocab),

@@ -11,8 +11,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .dlogits import dlogits_kernel
 from .exponentials import exponentials_kernel
 from .exponentials_together import exponentials_together_kernel
+from .input_together import d_input_together_kernel
 from .products import d_weight_kernel
-from .products_together import d_input_together_kernel, d_weight_together_kernel
+from .products_together import d_weight_together_kernel, input_sums_together_kernel
 from .stats import stats_kernel
 from .stats_together import stats_together_kernel
 
@@ -24,6 +25,7 @@ __all__ = [
     "dlogits_kernel",
     "exponentials_kernel",
     "exponentials_together_kernel",
+    "input_sums_together_kernel",
     "stats_kernel",
     "stats_together_kernel",
 ]

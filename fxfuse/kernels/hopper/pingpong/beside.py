@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .meeting import EVERY, arrivals, meet
+from .meeting import EVERY, meet
 from .ring import after, barriers, load_tile
 
 PART = gl.constexpr(64)  # rows of an accumulator
@@ -35,14 +35,13 @@ def ring_beside(x, w, PARTS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_product(
-    x, w, x_tiles, w_tiles, full, empty, slot, phase, misses, row, column, hidden, counter, tile, tiles, programs,
+    x, w, x_tiles, w_tiles, full, empty, slot, phase, misses, row, column, hidden, counter, expected, coming,
     ALONG: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands of a tile, one of ``tiles``; return the next slot, its parity, and the misses of ``.meeting``.
+    """Load the operands of a tile, and meet, as in ``.together``.
 
     ALONG says that the weight's descriptor has the hidden units last.
     """
-    expected, coming = arrivals(tile, tiles, programs, gl.cdiv(hidden, BK))
     for k in range(0, hidden, BK):
         if k % (BK * EVERY) == 0:
             expected += coming

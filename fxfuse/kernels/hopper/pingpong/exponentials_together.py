@@ -11,6 +11,7 @@ from ..exponentials import exponentials_of
 from ..schedule import LOG2E, begin, chunk_bounds
 from ..stats import class_sum_of
 from .exponentials import store_half
+from .meeting import arrivals
 from .ring import BLOCK, half
 from .together import WIDTH, begin_product, end_product, load_product, ring_of_shared
 
@@ -31,9 +32,10 @@ def _load(
     misses = 0
     for tile in range(gl.program_id(0), row_blocks * columns, programs):
         row_block, column = grouped(tile, row_blocks, columns, GROUP)
+        expected, coming = arrivals(tile, row_blocks * columns, programs, gl.cdiv(hidden, BK))
         slot, phase, misses = load_product(
             x, w, None, x_tiles, w_tiles, None, full, empty, slot, phase, misses, row_block * BLOCK, column, 0, hidden,
-            counter, tile, row_blocks * columns, programs, True, not TRANSPOSED, BK, STAGES,
+            counter, expected, coming, True, not TRANSPOSED, BK, STAGES,
         )  # fmt: skip
 
 

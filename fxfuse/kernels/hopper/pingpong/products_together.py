@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...logits import grouped
 from ..schedule import begin, last_chunk
+from .meeting import arrivals
 from .ring import BLOCK, NARROW, after, half, seen_as
 from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
 from .together import LEAST, WIDTH, begin_product, end_product, load_product, ring_of_shared
@@ -36,9 +37,10 @@ def _load(
     for tile in range(gl.program_id(0), tiles, programs):
         row_block, column = grouped(tile, row_blocks, columns, GROUP)
         row = row_block * BLOCK
+        expected, coming = arrivals(tile, tiles, programs, gl.cdiv(stop - start, BK))
         slot, phase, misses = load_product(
             dz, other, factors, dz_tiles, other_tiles, factor_tiles, full, empty, slot, phase, misses, row, column,
-            start, stop, counter, tile, tiles, programs, OF_INPUT, ALONG, BK, STAGES,
+            start, stop, counter, expected, coming, OF_INPUT, ALONG, BK, STAGES,
         )  # fmt: skip
         for second in gl.static_range(2):
             mbarrier.wait(empty.index(slot), phase)
@@ -168,7 +170,7 @@ def d_weight_together_kernel(
 
 
 @gluon.jit(do_not_specialize=["chunk", "most", "programs", "term", "last"])
-def d_input_together_kernel(
+def input_sums_together_kernel(
     dz,  # descriptor of [most, W] in blocks [64, BK]
     w,  # descriptor of [W, D] in blocks [BK, 256], or of [D, W] in [256, BK] if TRANSPOSED
     out,  # descriptor of [N, D] in 16 bits, in blocks [64, 64], out: rows in the order of the list

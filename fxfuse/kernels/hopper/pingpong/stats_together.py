@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from ..schedule import begin, logits_of
 from ..stats import online
 from .beside import LAYOUT, PART, WIDTH, load_product, multiply, nothing, ring_beside
+from .meeting import arrivals
 from .stats import lane_of
 
 
@@ -27,9 +28,10 @@ def _load(
     phase = 1  # every slot is empty at first
     misses = 0
     for column in range(lane, columns, lanes):
+        expected, coming = arrivals(column * row_blocks, columns * row_blocks, lanes * row_blocks, gl.cdiv(hidden, BK))
         slot, phase, misses = load_product(
             x, w, x_tiles, w_tiles, full, empty, slot, phase, misses, row_block * (PARTS * PART), column, hidden,
-            counter, column * row_blocks, columns * row_blocks, lanes * row_blocks, not TRANSPOSED, PARTS, BK, STAGES,
+            counter, expected, coming, not TRANSPOSED, PARTS, BK, STAGES,
         )  # fmt: skip
 
 

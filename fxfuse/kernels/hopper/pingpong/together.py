@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from .meeting import EVERY, arrivals, meet
+from .meeting import EVERY, meet
 from .ring import BLOCK, add_product, add_products, after, barriers, expect_tiles, load_tile, narrow_zeros
 
 WIDTH = gl.constexpr(256)  # columns of a tile
@@ -32,14 +32,13 @@ def ring_of_shared(a, b, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_product(
-    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, slot, phase, misses, row, column, start, stop, counter, tile,
-    tiles, programs, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, slot, phase, misses, row, column, start, stop, counter,
+    expected, coming, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands of a tile, one of ``tiles``, as ``load_tiles`` does.
+    """Load the operands of a tile as ``load_tiles`` does, and meet: ``expected`` and ``coming`` are of ``arrivals``.
 
-    Returned are the next slot, its parity, and the misses of ``.meeting``.
+    Returned are the next slot, its parity, and the misses so far.
     """
-    expected, coming = arrivals(tile, tiles, programs, gl.cdiv(stop - start, BK))
     for k in range(start, stop, BK):
         if (k - start) % (BK * EVERY) == 0:
             expected += coming
