@@ -255,6 +255,8 @@ def test_compiles(
     assert ("add_class_sums_kernel" in names) == (bool(exponentials) and rows == 256)
     in_large_tiles = machine.takes_turns and rows > 64 and kind != "few_hidden"
     assert ("exponentials_together_kernel" in exponentials) == (bool(exponentials) and in_large_tiles)
+    assert ("d_input_kernel" if in_large_tiles else "d_input_together_kernel") not in names
+    assert "d_input_together_kernel" in names or not (exponentials and in_large_tiles)
     for launch in launches:
         compiled = compile_ahead(launch, capability)
         assert compiled.asm["cubin"][:4] == b"\x7fELF"

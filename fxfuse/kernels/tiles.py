@@ -112,7 +112,7 @@ TAKING_TURNS: dict[str, Tile] = {
 # than tiles of 128x128 ask for. For statistics only if what ends a tile takes no longer than a few steps.
 TOGETHER: dict[str, Tile] = {
     "stats": Tile(192, 256, 64, 4, 3, takes_turns=True, together=True),
-    "exponentials": Tile(128, 256, 64, 4, 4, takes_turns=True, together=True),
+    "exponentials": Tile(128, 256, 64, 4, 4, group=22, takes_turns=True, together=True),
     "d_input": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),

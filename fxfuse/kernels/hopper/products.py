@@ -13,7 +13,8 @@ import triton.language as tl
 from ..logits import grouped
 from .schedule import begin, chunk_bounds, last_chunk, left_and_right
 
-MOST_PIECES = tl.constexpr(32)
+# Of a tile of d_input that is cut; fewer steps are a part for no kernel in which warpgroups share tiles.
+MOST_PIECES, LEAST_STEPS = tl.constexpr(32), tl.constexpr(3)
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def shares(rows, hidden, vocab, programs, BM: tl.constexpr, BN: tl.constexpr, BK
     steps = tl.cdiv(vocab, BK)
     # More pieces would be read for longer than they are made faster.
     pieces = tl.minimum(tl.minimum(programs // tl.maximum(rest, 1), MOST_PIECES), steps)
-    each = tl.cdiv(steps, pieces)
+    each = tl.maximum(tl.cdiv(steps, pieces), LEAST_STEPS)
     return row_blocks, columns, whole, rest, tl.cdiv(steps, each), each
 
 

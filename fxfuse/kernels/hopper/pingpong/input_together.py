@@ -7,11 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...logits import grouped
-from ..products import finish_rows, shares
+from ..products import LEAST_STEPS, finish_rows, shares
 from ..schedule import begin, chunk_bounds
 from .meeting import EVERY
 from .ring import BLOCK, half
-from .together import LAG, WIDTH, begin_product, end_product, load_product, ring_of_shared
+from .together import WIDTH, begin_product, end_product, load_product, ring_of_shared
 
 PIECES = gl.constexpr(4)  # of a warpgroup's half, which are ended one after the other
 PIECE = gl.constexpr(64)
@@ -37,8 +37,8 @@ def _item(item, row_blocks, columns, whole, rest, each, steps, programs, GROUP: 
     first = gl.where(is_whole, 0, piece * each)
     last = gl.where(is_whole, steps, gl.minimum(first + each, steps))
     row_block, column = grouped(tile, row_blocks, columns, GROUP)
-    # With fewer steps the second warpgroup would not be let in. Past the vocabulary there are zeros.
-    return row_block, column, first, gl.maximum(last, first + LAG)
+    # The last part may have fewer than the least. Past the vocabulary there are zeros.
+    return row_block, column, first, gl.maximum(last, first + LEAST_STEPS)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-EVERY = gl.constexpr(4)  # steps
+EVERY = gl.constexpr(2)  # steps
 TRIES = gl.constexpr(12)  # of reading the counter, which takes some 700 cycles
 MISSES = gl.constexpr(4)  # meetings that were waited for in vain
 
