@@ -7,9 +7,9 @@
 ``÷3`` is the time of loss and gradients over three bare products of the same operands (logits, dX, dW; for an odd
 vocabulary, of a padded one); ``fwd ÷1`` the loss alone over one product; ``rows ÷4`` the gradients of per-row losses
 (``reduction="none"``) over four. Each is measured in turns with its products, in one process, several times: medians.
-The card is warm and its power is limited, for both. ``extra`` is the peak of memory above the operands, in MiB, beside
-dX and dW themselves. The errors are relative L2 errors of the gradients against float64, and ``same bits`` tells
-whether ten steps gave the same gradients. With ignored labels, ``of
+The card is warm and its power is limited, for both: the more so the longer a turn takes (``--seconds``). ``extra`` is
+the peak of memory above the operands, in MiB, beside dX and dW themselves. The errors are relative L2 errors of the
+gradients against float64, and ``same bits`` tells whether ten steps gave the same gradients. With ignored labels, ``of
 dense`` is the time over that of the same implementation with none ignored. ``softcap`` and the like are the time with
 that over the time without.
 """
@@ -104,8 +104,8 @@ def implementations() -> dict[str, Loss]:
 class Clock:
     """Times on the device, each in turns with what it is compared to."""
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
+    def __init__(self, device: torch.device, repeats: int, seconds: float = 0.1) -> None:
+        self.device, self.repeats, self.seconds = device, repeats, seconds
 
     def sync(self) -> None:
         if self.device.type == "cuda":
@@ -119,8 +119,9 @@ class Clock:
         self.sync()
         return (time.perf_counter() - start) / calls
 
-    def ratio(self, f: Callable[[], Any], base: Callable[[], Any], seconds: float = 0.1) -> tuple[float, float]:
-        """(time of f over time of base, milliseconds of f), medians of turns of about so many seconds."""
+    def ratio(self, f: Callable[[], Any], base: Callable[[], Any], seconds: float = 0) -> tuple[float, float]:
+        """(time of f over time of base, milliseconds of f), medians of turns of at least so many seconds, about."""
+        seconds = max(seconds, self.seconds)
         for _ in range(3):  # the first may compile, and the second write down what later ones play (kernels.recorder)
             f(), base()
         calls = [max(1, min(1000, int(seconds / max(self.once(g, 1), 1e-6)))) for g in (f, base)]
@@ -175,7 +176,7 @@ class Case:
         self.args, self.shape = args, shape
         rows, hidden, vocab = shape
         device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-        self.clock = Clock(device, args.repeats)
+        self.clock = Clock(device, args.repeats, args.seconds)
         torch.manual_seed(0)
         self.x = torch.randn(rows, hidden, device=device, dtype=dtype)
         self.w = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype)
@@ -225,7 +226,7 @@ class Case:
     def measure_options(self, f: Loss, row: dict[str, Any]) -> None:
         vocab = self.shape[2]
         bias = torch.randn(vocab, device=self.w.device, dtype=self.w.dtype).requires_grad_()
-        seconds = 0.2  # longer turns than others': an option may keep the host longer at the beginning of each
+        seconds = 0.2  # longer turns than others' may be: an option may keep the host longer at the beginning of each
         for option, loss in with_options(bias, torch.rand(vocab, device=self.w.device)).items():
             more = fused(loss)
             both = (lambda: self.step(more, self.y)), lambda: self.step(f, self.y)  # noqa: B023
@@ -315,6 +316,8 @@ def main() -> int:
     add_machine(parser)
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the labels that are ignored")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a turn, about; a device waits for the host when "
+                        "one begins, and long ones leave it at the clock that its power allows for long")  # fmt: skip
     parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64, and with those "
                         "of nine more steps")  # fmt: skip
     parser.add_argument("--per-row", action="store_true", help="also time the gradients of per-row losses")

@@ -124,13 +124,14 @@ def main() -> int:
     many = [name for name, shape in SHAPES.items() if shape[0] > 64]
     parser.add_argument("--shape", action="append", choices=many, help="all of them unless given; may be repeated")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a turn, about")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args = parser.parse_args()
     example = torch.empty(0, 16, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
     if not (example.is_cuda and tiles.has_descriptors(example)):
         parser.error("a GPU of compute capability 9.0 or 10.0 is needed")
     shapes = [SHAPES[name] for name in args.shape or many]
-    clock = Clock(torch.device("cuda"), args.repeats)
+    clock = Clock(torch.device("cuda"), args.repeats, args.seconds)
     conditions = about("cuda", "bfloat16")
     results: list[dict[str, Any]] = []
     for row in tqdm(measurements(shapes, clock), total=len(shapes), file=sys.stderr, unit="shape"):

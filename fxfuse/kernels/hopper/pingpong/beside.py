@@ -1,8 +1,8 @@
 """What products share in which two warpgroups lie side by side: each has 128 of a tile's 256 columns, and all its rows.
 
 A tile has as many rows as fit the registers of two warpgroups, 192, in parts of 64 that have accumulators of their own.
-So it asks L2 for a sixth less than one of 128x256. The barriers are ``full`` and ``empty`` of ``.ring``, but ``empty``
-waits for both warpgroups.
+So it asks L2 for two ninths less than one of 128x256. The barriers are ``full`` and ``empty`` of ``.ring``, but
+``empty`` waits for both warpgroups.
 """
 
 from __future__ import annotations
