@@ -1042,7 +1042,7 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
 
 @case(gpu_only=True, routes=("described",))
 def gradients_of_many_hidden_units() -> None:
-    """Those of large tiles, with more groups of row blocks than one and more tiles than programs."""
+    """Those of large tiles, with more tiles of exponentials and of d_weight than programs."""
     everything = {"bias": True, "class_weight": True, "class_sum": True}
     for dtype, rows, hidden, vocab, transposed, options in (
         (torch.bfloat16, 65, 2048, 144, False, {}),

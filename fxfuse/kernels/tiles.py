@@ -147,7 +147,7 @@ def has_descriptors(input: Tensor) -> bool:
 
 
 def row_block(device: torch.device) -> int:
-    """Rows are listed in whole blocks of this many, a multiple of every tile's rows."""
+    """Rows are listed in whole blocks of this many, unless a tile has more: then the last tile of a chunk is cut."""
     return INTERPRETED.rows if machine(device).generation == "interpreter" else ROW_BLOCK
 
 

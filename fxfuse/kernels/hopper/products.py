@@ -13,7 +13,7 @@ import triton.language as tl
 from ..logits import grouped
 from .schedule import begin, chunk_bounds, last_chunk, left_and_right
 
-# Of a tile of d_input that is cut; fewer steps are a part for no kernel in which warpgroups share tiles.
+# Of a tile of d_input that is cut: the most parts, and the least steps of one, which warpgroups that share tiles need.
 MOST_PIECES, LEAST_STEPS = tl.constexpr(32), tl.constexpr(3)
 
 
