@@ -1048,6 +1048,9 @@ def gradients_of_many_hidden_units() -> None:
         (torch.bfloat16, 65, 2048, 144, False, {}),
         (torch.bfloat16, 2500, 2064, 5003, False, {"scale": -0.7, "idle": 0.3, **everything}),
         (torch.bfloat16, 2500, 2064, 4992, True, {}),
+        # d_input in whole tiles and in parts, the last of them short; and in two groups of row blocks.
+        (torch.bfloat16, 2176, 2048, 5003, False, {}),
+        (torch.bfloat16, 3000, 2048, 5003, False, {}),
         (torch.bfloat16, 700, 2048, 5003, False, {"transform": "tanh mul:4.0", "scale": 0.5, **everything}),
         (torch.bfloat16, 300, 4096, 16400, True, {"transform": "tanh mul:4.0 masked:-inf", "bias": True}),
         (torch.float16, 700, 2064, 5003, False, {"scale": -1.5, "idle": 0.6}),
@@ -1069,7 +1072,7 @@ def programs_that_wait_for_each_other_in_vain() -> None:
     """Get the same results, and get them: here as many are missing at every meeting as never come."""
     from fxfuse.kernels.hopper.launch.operands import Described
 
-    p = problem(2500, 2064, 5003, torch.bfloat16)
+    p = problem(2176, 2048, 5003, torch.bfloat16)  # with tiles of every kernel that meets, whole and in parts
     operands, needs = (*p.operands, *p.upstream), (True, True, False)
     want = [*cuda.linear_loss(*operands, *needs), *cuda.linear_loss(*operands, False, False, False)]
     counters = Described._counters
