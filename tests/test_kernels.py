@@ -632,6 +632,8 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
             check_gradients(problem(rows, hidden, vocab, dtype, idle=1.0))
             check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
         check_gradients(problem(rows, 3008 if HAS_GPU else 112, vocab, dtype, idle=0.2, **options))
+        tiles.LEAST_FILL = 2.0  # never in the order of the list
+        check_gradients(problem(rows, 2048 if HAS_GPU else 16, vocab, dtype, idle=0.2, indexed=2, **options))
     finally:
         hopper.MOST_EXPONENTIALS_BYTES, hopper.LEAST_WINDOW_BYTES, tiles.LEAST_FILL = sizes
 
@@ -1061,6 +1063,9 @@ def gradients_of_many_hidden_units() -> None:
             assert cuda.GpuOperands.of(*p.operands, "").is_described()
         p.x[5] *= 30  # the offset of this row is bad
         check_gradients(p)
+    p = problem(1500, 2048, 5003, torch.bfloat16)
+    p.x *= 30  # those of most rows are
+    check_gradients(p)
     p = problem(300, 2048, 5003, torch.bfloat16)
     p.x[3] = float("nan")
     d_input = cuda.linear_loss(*p.operands, *p.upstream, True, True, False)[1]
@@ -1084,6 +1089,40 @@ def programs_that_wait_for_each_other_in_vain() -> None:
         Described._counters = counters  # type: ignore[method-assign]
     assert all(map(torch.equal, got, want))
     assert -(2**30) < int(missing[0]) < 0 or not tiles.takes_turns("stats", p.x)
+
+
+@case(gpu_only=True, routes=("described",))
+def programs_meet_as_often_as_they_are_waited_for() -> None:
+    """The counters end at two steps a meeting; that more were waited for would be seen in the time alone."""
+    from fxfuse.kernels.hopper.launch.operands import Described
+    from fxfuse.kernels.hopper.products import LEAST_STEPS, MOST_PIECES
+
+    rows, hidden, vocab = 2176, 2048, 5003
+    p = problem(rows, hidden, vocab, torch.bfloat16)
+    if not tiles.takes_turns("stats", p.x):
+        return
+    used = torch.zeros(100, 4, dtype=torch.int32, device=DEVICE)
+    given = iter(used)
+    counters = Described._counters
+    Described._counters = property(lambda self: given)  # type: ignore[assignment]
+    try:
+        cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
+    finally:
+        Described._counters = counters  # type: ignore[method-assign]
+
+    def meetings(steps: int) -> int:
+        return tiles.cdiv(steps, 2)
+
+    processors, blocks, columns, steps = tiles.machine(DEVICE).processors, rows // 128, hidden // 256, -(-vocab // 64)
+    exponentials = blocks * tiles.cdiv(vocab, 256) * meetings(hidden // 64)
+    d_weight = tiles.cdiv(vocab, 128) * columns * meetings(rows // 64)
+    # Whole tiles, and parts of those that are left, of which the last is given as many steps as a part must have.
+    whole, rest = divmod(blocks * columns, processors)
+    each = max(tiles.cdiv(steps, min(processors // max(rest, 1), MOST_PIECES.value)), LEAST_STEPS.value)
+    parts = [max(min(each, steps - at), LEAST_STEPS.value) for at in range(0, steps, each)]
+    d_input = whole * processors * meetings(steps) + rest * sum(map(meetings, parts))
+    # No row's offset is bad, so the statistics of such rows have none.
+    assert [count for count in used[:, 0].tolist() if count] == [exponentials, d_input, d_weight]
 
 
 @case(routes=("described",))
@@ -1121,6 +1160,26 @@ def every_tile_is_visited_once_in_even_groups() -> None:
         sizes = [len(list(tiles)) for column, tiles in runs if column == 0]
         assert max(sizes) <= most and max(sizes) - min(sizes) <= 1, sizes
         assert len(sizes) == -(-row_blocks // most)
+
+
+@case(routes=("general",))
+def rows_are_cut_evenly_into_chunks() -> None:
+    from order import chunks_kernel
+
+    for count, most in ((0, 32), (1, 32), (16, 16), (95, 32), (97, 32), (113, 48), (160, 48), (161, 176)):
+        programs = count + 2
+        bounds = torch.full((programs, 2), -1, dtype=torch.int32, device=DEVICE)
+        chunks = torch.full((programs,), -1, dtype=torch.int32, device=DEVICE)
+        chunks_kernel[(programs,)](bounds, chunks, count, most, BLOCK=16)
+        needed = max(1, -(-count // most))
+        starts, sizes = bounds.t().tolist()
+        assert starts[0] == 0 and sum(sizes[:needed]) == count and not any(sizes[needed:])
+        assert all(starts[i + 1] == starts[i] + sizes[i] for i in range(needed - 1))
+        assert not any(start % 16 for start in starts[:needed])
+        blocks = [-(-size // 16) for size in sizes[:needed]]
+        assert max(sizes) <= most and max(blocks) - min(blocks) <= 1
+        of_rows = [chunk for chunk in range(needed) for _ in range(sizes[chunk])]
+        assert chunks.tolist()[:count] == of_rows
 
 
 @case()

@@ -205,7 +205,7 @@ CONFIGURATIONS = [
     *((90, BF16, rows, "plain") for rows in (1, 64)),
     (90, BF16, 16384, "all_options"),
     *((90, BF16, rows, "few_hidden") for rows in (512, 16384)),
-    (90, BF16, 512, "plain"),
+    *((90, BF16, rows, "plain") for rows in (512, 1500)),
     *((90, BF16, 256, kind) for kind in ("all_options", "few_hidden")),
     (100, BF16, 256, "all_options"),
     (90, BF16, 16384, "softcap"),

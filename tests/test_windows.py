@@ -5,6 +5,7 @@ The ops run on meta tensors, as if on an H200.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -50,12 +51,10 @@ def test_tiles_of_statistics(rows: int, hidden: int, vocab: int) -> None:
         most = tiles.rows_of_stats(tile, rows, row_bytes, processors)
         assert most % tile.rows == 0 and (most == tile.rows or most * row_bytes <= tiles.STATS_BYTES)
         assert most >= rows or processors % (most // tile.rows) == 0
-        most = tiles.cdiv(tiles.cdiv(rows, tiles.cdiv(rows, most)), tile.rows) * tile.rows
-        walked = 0
-        for start in range(0, rows, most):
-            lanes = processors // tiles.cdiv(min(most, rows - start), tile.rows)
-            walked += tiles.cdiv(tiles.cdiv(vocab, tile.vocab), lanes) * tile.rows
-        return walked
+        blocks, chunks = tiles.cdiv(rows, tile.rows), tiles.cdiv(rows, most)
+        at = [blocks * chunk // chunks for chunk in range(chunks + 1)]
+        lanes = [processors // (end - start) for start, end in itertools.pairwise(at)]
+        return sum(tiles.cdiv(tiles.cdiv(vocab, tile.vocab), count) for count in lanes) * tile.rows
 
     larger, smaller = tiles.MAXIMA_AND_SUMS
     found = tiles.of_maxima_and_sums(rows, row_bytes, vocab, processors)

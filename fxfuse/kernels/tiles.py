@@ -214,15 +214,15 @@ def rows_of_stats(tile: Tile, rows: int, row_bytes: int, processors: int) -> int
 def of_maxima_and_sums(rows: int, row_bytes: int, vocab: int, processors: int) -> Tile:
     """The shared tile in which maxima and sums of so many rows of logits take the least time."""
 
-    def waves(tile: Tile, rows: int) -> int:
-        lanes = max(1, processors // max(1, cdiv(rows, tile.rows)))
+    def waves(tile: Tile, row_blocks: int) -> int:
+        lanes = max(1, processors // max(1, row_blocks))
         return cdiv(cdiv(vocab, tile.vocab), lanes)
 
     def time(tile: Tile) -> int:
         chunks = cdiv(rows, rows_of_stats(tile, rows, row_bytes, processors))
-        each = cdiv(cdiv(rows, chunks), tile.rows) * tile.rows
-        whole, rest = divmod(rows, each)
-        return (whole * waves(tile, each) + (waves(tile, rest) if rest else 0)) * (tile.rows + TILE_COST)
+        each, larger = divmod(cdiv(rows, tile.rows), chunks)  # as ``hopper.schedule.chunk_bounds`` cuts them
+        total = larger * waves(tile, each + 1) + (chunks - larger) * waves(tile, each)
+        return total * (tile.rows + TILE_COST)
 
     return min(MAXIMA_AND_SUMS, key=time)
 

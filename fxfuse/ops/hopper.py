@@ -65,19 +65,18 @@ class _Gradients:
         self.need_input, self.need_weight, self.need_bias = needs
         self.d_input = call.input.new_zeros((call.rows, call.hidden) if self.need_input else (0,), dtype=dtypes[0])
         self.d_weight = call.empty(*((call.vocab, call.hidden) if self.need_weight else (0,)), dtype=dtypes[1])
-        shape, dtype = ((call.vocab,), torch.float32) if self.need_bias else ((0,), dtypes[2])
-        self.d_bias = call.input.new_zeros(shape, dtype=dtype)
+        self.d_bias = call.bias_parts(self.d_weight, self.need_weight) if self.need_bias else None
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        d_bias = self.d_bias.to(self.dtypes[2]) if self.need_bias else self.d_bias
-        return self.d_input, self.d_weight, d_bias
+        d_bias = self.call.empty(0) if self.d_bias is None else self.d_bias.sum(0)
+        return self.d_input, self.d_weight, d_bias.to(self.dtypes[2])
 
     def recompute(
         self, listed: Listed, stats: Stats, up: Upstream, factors: tuple[Tensor | None, Tensor | None], memory: int = 0
     ) -> None:
         """From known statistics, window by window of the gradient of the logits, see ``_windows``."""
         call = self.call
-        most, classes = _windows(call, memory)
+        most, classes = _windows(call, memory, 0 if self.d_bias is None else self.d_bias.nbytes)
         rows, windows = call.cut(listed, most), call.windows(classes)
         d_input = call.input_sum(self.d_input, len(windows), rows.most)
         low = call.weight_sum(self.d_weight[windows[0]], rows.chunks).low
@@ -85,7 +84,6 @@ class _Gradients:
         dz = call.exponentials_buffer(rows.most, windows[0].stop)
         parts = call.empty(call.parts_size() if self.need_input and not d_input.in_pieces else 0)
         normalise, undo = factors
-        d_bias = self.d_bias if self.need_bias else None
         slope = call.slopes()
         call.pick(listed, stats.picked, slope)
         for i, window in enumerate(windows):
@@ -102,9 +100,9 @@ class _Gradients:
                     ends = i == 0, i == len(windows) - 1
                     call.add_input(rows, chunk, window, here, d_input, parts, *ends, undo=undo)
                 if self.need_weight:
-                    call.add_weight(rows, chunk, window, here, gathered, d_weight, undo=undo, d_bias=d_bias)
-                elif d_bias is not None:
-                    call.add_bias(rows, chunk, window, here, d_bias, undo=undo)
+                    call.add_weight(rows, chunk, window, here, gathered, d_weight, undo=undo, d_bias=self.d_bias)
+                elif self.d_bias is not None:
+                    call.add_bias(rows, chunk, window, here, self.d_bias[0], undo=undo)
         if d_input.in_pieces:
             call.unlist(rows, self.d_input, gathered)
 
@@ -114,7 +112,7 @@ class _Gradients:
         """The products of a chunk that has just been made."""
         call, rows, k, everything = self.call, made.rows, made.kept, slice(0, self.call.vocab)
         e = k.e[:, : call.vocab]
-        d_bias = self.d_bias if self.need_bias else None
+        d_bias = None if self.d_bias is None else self.d_bias[0]
         if self.need_input:
             call.add_input(
                 rows, chunk, everything, e, sums[0], parts, True, True, k.factor, made.undo, made.rank_one, k.own
@@ -124,8 +122,9 @@ class _Gradients:
             call.finish_classes(rows, chunk, k.own, classes, total, d_bias)
         if total is not None:
             call.add_weight(
-                rows, chunk, everything, e, k.gathered, total, made.undo, made.weight_row, classes, d_bias, k.factor
-            )
+                rows, chunk, everything, e, k.gathered, total, made.undo, made.weight_row, classes, self.d_bias,
+                k.factor,
+            )  # fmt: skip
         elif d_bias is not None:
             call.add_bias(rows, chunk, everything, e, d_bias, k.factor, made.undo)
         if classes is not None and chunk == 0:
@@ -147,9 +146,9 @@ class _Gradients:
         self.finish_class_sums(made)
 
     def finish_class_sums(self, made: Exponentials) -> None:
-        if self.need_bias and made.rank_one is not None:
+        if self.d_bias is not None and made.rank_one is not None:
             c = 1.0 if self.call.class_weight is None else self.call.class_weight
-            self.d_bias += made.rank_one[0].sum() * self.call.scale * c
+            self.d_bias[0] += made.rank_one[0].sum() * self.call.scale * c
 
 
 class Kept(NamedTuple):
@@ -241,12 +240,12 @@ def rows_of_exponentials(call: Call) -> int:
     return min(wanted, bound)
 
 
-def _windows(call: Call, memory: int) -> tuple[int, int]:
+def _windows(call: Call, memory: int, beside: int) -> tuple[int, int]:
     """Rows of a chunk and classes of a window of the gradient of the logits, that is made anew from statistics.
 
     All rows or all classes if no ``memory`` is given: windows run along the longer axis, so that the smaller of d_input
     and d_weight is the one that is added up. Within ``memory`` bytes windows are cut along both: each window of
-    d_weight is then added up by itself.
+    d_weight is then added up by itself. ``beside`` are bytes that something else has.
     """
     size = call.input.element_size()
     most, cuts = call.whole_blocks(call.rows), 1
@@ -255,7 +254,7 @@ def _windows(call: Call, memory: int) -> tuple[int, int]:
         # Beside further bits of d_input, its cut tiles, lists of rows, and the rows gathered.
         bits, parts = call.rows * call.hidden, 4 * call.parts_size()
         sums = max(bits, parts) if tiles.of_input_sums(call.input, most) else bits + parts
-        return max(0, memory - sums - SMALL_BYTES - most * call.hidden * size)
+        return max(0, memory - sums - beside - SMALL_BYTES - most * call.hidden * size)
 
     if memory == 0:
         if call.rows > call.vocab:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .products import cut, joined, lower_at
-from .schedule import begin, chunk_bounds, last_chunk
+from .schedule import begin, chunk_bounds, chunk_of, last_chunk
 
 # Rows that are looked at together for the end of a class.
 MOST_SAME = tl.constexpr(128)
@@ -35,11 +35,10 @@ def keys_kernel(
     begin(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(length)
-    _, step = chunk_bounds(total, 0, most, ROWS)
     row = tl.load(order + at, mask=at < total, other=0)
     label = tl.load(index + row, mask=at < total, other=-1)
     label = tl.where((label >= 0) & (label < vocab), label, vocab)
-    key = (at // tl.maximum(step, 1)).to(tl.int64) * (vocab + 1) + label
+    key = chunk_of(at, total, most, ROWS).to(tl.int64) * (vocab + 1) + label
     tl.store(keys + at, tl.where(at < total, key, LARGEST).to(keys.dtype.element_ty), mask=at < rows)
 
 
@@ -62,12 +61,11 @@ def ranks_kernel(
     """
     begin(PDL)
     total = tl.load(length)
-    _, step = chunk_bounds(total, 0, most, ROWS)
     first = tl.program_id(0) * BLOCK  # a chunk begins with a block
     if first >= total:
         return
-    start = first // step * step
-    end = tl.minimum(start + step, total)
+    start, rows = chunk_bounds(total, chunk_of(first, total, most, ROWS), most, ROWS)
+    end = start + rows
     at = first + tl.arange(0, BLOCK)
     key = tl.load(keys + at, mask=at < total, other=0)
     before = tl.zeros((BLOCK, WIDE), tl.int32)

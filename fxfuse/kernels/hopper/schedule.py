@@ -22,15 +22,30 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def _chunk_blocks(count, most, BLOCK: tl.constexpr):
+    """(blocks of the smaller chunks, how many chunks have one more and come first)."""
+    blocks, chunks = tl.cdiv(count, BLOCK), tl.maximum(tl.cdiv(count, most), 1)
+    return blocks // chunks, blocks % chunks
+
+
+@triton.jit
 def chunk_bounds(count, chunk, most, BLOCK: tl.constexpr):
     """(first row, number of rows) of a chunk: ``count`` rows cut evenly into chunks of at most ``most``.
 
     A chunk past the end has no rows. ``most`` is a multiple of ``BLOCK``, and so is every first row.
     """
-    chunks = tl.maximum(tl.cdiv(count, most), 1)
-    step = tl.cdiv(tl.cdiv(count, chunks), BLOCK) * BLOCK
-    start = chunk * step
+    each, larger = _chunk_blocks(count, most, BLOCK)
+    start = (chunk * each + tl.minimum(chunk, larger)) * BLOCK
+    step = (each + (chunk < larger).to(tl.int32)) * BLOCK
     return start, tl.maximum(tl.minimum(count - start, step), 0)
+
+
+@triton.jit
+def chunk_of(row, count, most, BLOCK: tl.constexpr):
+    """The chunk that has a row, of those in ``chunk_bounds``."""
+    each, larger = _chunk_blocks(count, most, BLOCK)
+    block, of_larger = row // BLOCK, larger * (each + 1)
+    return tl.where(block < of_larger, block // (each + 1), larger + (block - of_larger) // tl.maximum(each, 1))
 
 
 @triton.jit

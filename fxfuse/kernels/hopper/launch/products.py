@@ -155,6 +155,16 @@ class Products(Described):
                     num_warps=8,
                 )
 
+    def bias_parts(self, d_weight: Tensor, need_weight: bool) -> Tensor:
+        """Zeros ``[parts, V]`` float32, to be added to: d_bias is the sum of the parts."""
+        tile = self._tile_of_weight(d_weight)
+        beside = need_weight and tile.takes_turns
+        return self.empty(tiles.cdiv(self.hidden, tile.vocab) if beside else 1, self.vocab).zero_()
+
+    def _tile_of_weight(self, d_weight: Tensor) -> tiles.Tile:
+        # Kernels that take turns add to sums in 16 bits and more, those of float16 operands are float32.
+        return tiles.described("d_weight", self.input, turns=d_weight.element_size() == 2)
+
     def add_weight(
         self,
         rows: Rows,
@@ -172,22 +182,22 @@ class Products(Described):
         """Add ``dz.T @ x`` to ``total``, the rows ``window`` of d_weight; the first chunk's sum begins there.
 
         ``class_row [D]`` times the class weights is added once. What ``classes`` give is added by ``finish_classes``,
-        after the first chunk's product and before those of others. ``d_bias`` is added to as by ``add_bias``, with
-        ``factor``.
+        after the first chunk's product and before those of others. To ``d_bias``, see ``bias_parts``, are added the
+        column sums of ``factor[:, None] * dz``, times ``undo``.
         """
-        # Kernels that take turns add to sums in 16 bits and more, those of float16 operands are float32.
-        tile = tiles.described("d_weight", self.input, turns=total.out.element_size() == 2)
+        tile = self._tile_of_weight(total.out)
         height = total.out.shape[0]
         programs = min(self.programs * tile.slots, tiles.cdiv(height, tile.rows) * tiles.cdiv(self.hidden, tile.vocab))
         sums: tuple[Any, ...] = tuple(total)
         if tile.takes_turns:
             sums = describe(total.out, tile, tiles.PIECE, tiles.PIECE), total.low
-            beside: tuple[Any, ...] = (None, None)
+            beside: tuple[Any, ...] = (None, None, 0)
             if d_bias is not None:
-                beside = describe(self._factors(rows, chunk, factor), tile, tile.hidden, tiles.NARROW), d_bias[window]
+                factors = describe(self._factors(rows, chunk, factor), tile, tile.hidden, tiles.NARROW)
+                beside = factors, d_bias[:, window], d_bias.stride(0)
             sums += beside
         elif d_bias is not None:
-            self.add_bias(rows, chunk, window, dz, d_bias, factor, undo)
+            self.add_bias(rows, chunk, window, dz, d_bias[0], factor, undo)
         self.launch(
             (self.signature, height, total.out.dtype),
             kernel_for(products.d_weight_kernel, tile),

@@ -35,7 +35,7 @@ def _load(
         expected, coming = arrivals(tile, row_blocks * columns, programs, gl.cdiv(hidden, BK))
         slot, phase, misses = load_product(
             x, w, None, x_tiles, w_tiles, None, full, empty, slot, phase, misses, row_block * BLOCK, column, 0, hidden,
-            counter, expected, coming, True, not TRANSPOSED, BK, STAGES,
+            0, 0, counter, expected, coming, True, not TRANSPOSED, BK, STAGES,
         )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _make(
         row = first_row + gl.arange(0, HALF, layout=by_row)
         shift = gl.load(offset + row) * LOG2E
         z, nothing, slot, phase = end_product(
-            x_tiles, w_tiles, None, z, nothing, full, empty, lead, slot, phase, steps, False, True, not TRANSPOSED,
+            x_tiles, w_tiles, None, z, nothing, full, empty, lead, slot, phase, steps, 0, 0, True, not TRANSPOSED,
             WARPGROUP, STAGES,
         )  # fmt: skip
         round += 1  # noqa: SIM113

@@ -60,8 +60,8 @@ def _load(
         waited_for = gl.where(pieces * each == steps, pieces, pieces - 1) * rest
         slot, phase, misses = load_product(
             dz, w, None, dz_tiles, w_tiles, None, full, empty, slot, phase, misses, row_block * BLOCK, column,
-            first * BK, last * BK, counter, expected, gl.where(item < whole, programs, waited_for), True, TRANSPOSED,
-            BK, STAGES,
+            first * BK, last * BK, 0, 0, counter, expected, gl.where(item < whole, programs, waited_for), True,
+            TRANSPOSED, BK, STAGES,
         )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def _add(
             mbarrier.wait(lead.index(0), item & 1)
         acc, nothing = begin_product(dz_tiles, w_tiles, None, full, slot, phase, True, TRANSPOSED, WARPGROUP)
         acc, nothing, slot, phase = end_product(
-            dz_tiles, w_tiles, None, acc, nothing, full, empty, lead, slot, phase, last - first, False, True,
+            dz_tiles, w_tiles, None, acc, nothing, full, empty, lead, slot, phase, last - first, 0, 0, True,
             TRANSPOSED, WARPGROUP, STAGES,
         )  # fmt: skip
         row_within = WARPGROUP * (BLOCK // 2) + gl.arange(0, BLOCK // 2, layout=gl.SliceLayout(1, LAYOUT))

@@ -1,7 +1,8 @@
 """The product for the gradient of the weight as in ``..products``, by warpgroups that take turns.
 
 A second warp loads the upper bits of a tile's old sums into buffers of their own while it is multiplied. With factors
-of rows as a third operand, tiles of the first column are also multiplied with these, which is the gradient of the bias.
+of rows as a third operand, the gradients of the logits are also multiplied with these, which is the gradient of the
+bias: each column of tiles has its share of the rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...logits import grouped
 from ..schedule import begin, last_chunk
-from .ring import BLOCK, NARROW, barriers, half, half_of_rows, load_tiles, multiply_both
+from .ring import BLOCK, NARROW, barriers, half, half_of_rows, load_tiles, multiply_both, share
 from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
 
 PIECES = gl.constexpr(4)  # of a tile
@@ -49,9 +50,9 @@ def _load_sums(
 
 @gluon.jit
 def _add(
-    out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
-    programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, WARPGROUP: gl.constexpr,
-    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
+    vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free,
+    WARPGROUP: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     start, stop, class_blocks, columns, tiles, _ = sizes(length, chunk, most, vocab, hidden, False, 1, BLOCK, ROWS)
     is_last = chunk == last_chunk(gl.load(length), most)
@@ -61,6 +62,7 @@ def _add(
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
         row = class_block * BLOCK
         col = column * BLOCK
+        narrow_start, narrow_stop = share(column, columns, steps)
         slot_of_class = (
             slots_of(rows_of_classes, slots, row, chunk, vocab),
             slots_of(rows_of_classes, slots, row + PIECE, chunk, vocab),
@@ -73,11 +75,11 @@ def _add(
         )
         acc, parts = multiply_both(
             dz_tiles, x_tiles, None if d_bias is None else factor_tiles, full, empty, turn, round,
-            (2 * round + WARPGROUP) * steps, steps, column == 0, False, False, WARPGROUP, STAGES,
+            (2 * round + WARPGROUP) * steps, steps, narrow_start, narrow_stop, False, False, WARPGROUP, STAGES,
         )  # fmt: skip
         if d_bias is not None:  # noqa: SIM102
-            if column == 0:
-                add_bias(d_bias, parts, normalise, row, vocab)
+            if narrow_start < narrow_stop:
+                add_bias(d_bias, bias_stride, parts, normalise, row, column, vocab)
         for i in gl.static_range(PIECES):
             mbarrier.wait(come.index(WARPGROUP * PIECES + i), round & 1)
             add_piece(
@@ -100,7 +102,8 @@ def d_weight_kernel(
     out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
     low,  # int8, as ``..products.lower_at`` has them, or None: where there is one chunk only
     factors,  # descriptor of [most, 16] in blocks [BK, 16]: the factor of each row in parts; or None
-    d_bias,  # [W] float32, added to: the sums over the rows of dz times their factors; or None
+    d_bias,  # [columns of tiles, W] float32, added to: sums of rows of dz times their factors; or None
+    bias_stride,
     normalise,
     class_weight,
     class_row,
@@ -133,14 +136,14 @@ def d_weight_kernel(
     gl.warp_specialize(
         [
             (_add, (
-                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, 0, BK,
-                GROUP, STAGES, ROWS,
+                out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length,
+                chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come,
+                free, 0, BK, GROUP, STAGES, ROWS,
             )),
             (_add, (
-                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free, 1, BK,
-                GROUP, STAGES, ROWS,
+                out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length,
+                chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come,
+                free, 1, BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
                 dz, x, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full,

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...logits import grouped
 from ..schedule import begin, last_chunk
 from .meeting import arrivals
-from .ring import BLOCK, NARROW, after, half, seen_as
+from .ring import BLOCK, NARROW, after, half, seen_as, share
 from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
 from .together import LEAST, WIDTH, begin_product, end_product, load_product, ring_of_shared
 
@@ -37,10 +37,13 @@ def _load(
     for tile in range(gl.program_id(0), tiles, programs):
         row_block, column = grouped(tile, row_blocks, columns, GROUP)
         row = row_block * BLOCK
-        expected, coming = arrivals(tile, tiles, programs, gl.cdiv(stop - start, BK))
+        steps = gl.cdiv(stop - start, BK)
+        narrow_start, narrow_stop = share(column, columns, steps)
+        expected, coming = arrivals(tile, tiles, programs, steps)
         slot, phase, misses = load_product(
             dz, other, factors, dz_tiles, other_tiles, factor_tiles, full, empty, slot, phase, misses, row, column,
-            start, stop, counter, expected, coming, OF_INPUT, ALONG, BK, STAGES,
+            start, stop, start + narrow_start * BK, start + narrow_stop * BK, counter, expected, coming, OF_INPUT,
+            ALONG, BK, STAGES,
         )  # fmt: skip
         for second in gl.static_range(2):
             mbarrier.wait(empty.index(slot), phase)
@@ -59,10 +62,10 @@ def _pass_over(full, empty, slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _add(
-    out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most, vocab, hidden,
-    programs, term, last, dz_tiles, other_tiles, factor_tiles, uppers, full, empty, lead, WARPGROUP: gl.constexpr,
-    OF_INPUT: gl.constexpr, ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
+    out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
+    vocab, hidden, programs, term, last, dz_tiles, other_tiles, factor_tiles, uppers, full, empty, lead,
+    WARPGROUP: gl.constexpr, OF_INPUT: gl.constexpr, ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     start, stop, row_blocks, columns, tiles, at = sizes(
         length, chunk, most, vocab, hidden, OF_INPUT, LEAST, WIDTH, ROWS
@@ -80,6 +83,7 @@ def _add(
         row_block, column = grouped(tile, row_blocks, columns, GROUP)
         row = at + row_block * BLOCK + WARPGROUP * (BLOCK // 2)
         col = column * WIDTH
+        narrow_start, narrow_stop = share(column, columns, steps)
         slot_of_class = slots_of(rows_of_classes, slots, row, term, vocab)
         lower = (
             load_lower(low, row, col, term, hidden),
@@ -88,12 +92,12 @@ def _add(
             load_lower(low, row, col + 3 * PIECE, term, hidden),
         )
         acc, parts, slot, phase = end_product(
-            dz_tiles, other_tiles, taken_factors, acc, parts, full, empty, lead, slot, phase, steps, column == 0,
-            OF_INPUT, ALONG, WARPGROUP, STAGES,
+            dz_tiles, other_tiles, taken_factors, acc, parts, full, empty, lead, slot, phase, steps, narrow_start,
+            narrow_stop, OF_INPUT, ALONG, WARPGROUP, STAGES,
         )  # fmt: skip
         if d_bias is not None:  # noqa: SIM102
-            if column == 0:
-                add_bias(d_bias, parts, normalise, row, vocab)
+            if narrow_start < narrow_stop:
+                add_bias(d_bias, bias_stride, parts, normalise, row, column, vocab)
         if WARPGROUP == 1:
             slot, phase = _pass_over(full, empty, slot, phase, STAGES)
         mbarrier.wait(full.index(slot), phase)
@@ -119,7 +123,8 @@ def d_weight_together_kernel(
     out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
     low,  # int8, as ``..products.lower_at`` has them, or None: where there is one chunk only
     factors,  # descriptor of [most, 16] in blocks [BK, 16]: the factor of each row in parts; or None
-    d_bias,  # [W] float32, added to: the sums over the rows of dz times their factors; or None
+    d_bias,  # [columns of tiles, W] float32, added to: sums of rows of dz times their factors; or None
+    bias_stride,
     normalise,
     class_weight,
     class_row,
@@ -150,14 +155,14 @@ def d_weight_together_kernel(
     gl.warp_specialize(
         [
             (_add, (
-                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, chunk, last, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 0,
-                False, False, BK, GROUP, STAGES, ROWS,
+                out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length,
+                chunk, most, vocab, hidden, programs, chunk, last, dz_tiles, x_tiles, factor_tiles, uppers, full, empty,
+                lead, 0, False, False, BK, GROUP, STAGES, ROWS,
             )),
             (_add, (
-                out, low, d_bias, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
-                vocab, hidden, programs, chunk, last, dz_tiles, x_tiles, factor_tiles, uppers, full, empty, lead, 1,
-                False, False, BK, GROUP, STAGES, ROWS,
+                out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length,
+                chunk, most, vocab, hidden, programs, chunk, last, dz_tiles, x_tiles, factor_tiles, uppers, full, empty,
+                lead, 1, False, False, BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
                 dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, chunk, counter, dz_tiles,
@@ -199,14 +204,14 @@ def input_sums_together_kernel(
     gl.warp_specialize(
         [
             (_add, (
-                out, low, None, normalise, None, None, None, None, length, chunk, most, vocab, hidden, programs, term,
-                last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 0, True, TRANSPOSED, BK, GROUP, STAGES,
-                ROWS,
+                out, low, None, 0, normalise, None, None, None, None, length, chunk, most, vocab, hidden, programs,
+                term, last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 0, True, TRANSPOSED, BK, GROUP,
+                STAGES, ROWS,
             )),
             (_add, (
-                out, low, None, normalise, None, None, None, None, length, chunk, most, vocab, hidden, programs, term,
-                last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 1, True, TRANSPOSED, BK, GROUP, STAGES,
-                ROWS,
+                out, low, None, 0, normalise, None, None, None, None, length, chunk, most, vocab, hidden, programs,
+                term, last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 1, True, TRANSPOSED, BK, GROUP,
+                STAGES, ROWS,
             )),
             (_load, (
                 dz, w, out, low, None, length, chunk, most, vocab, hidden, programs, term, counter, dz_tiles, w_tiles,

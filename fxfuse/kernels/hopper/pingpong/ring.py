@@ -114,11 +114,11 @@ def add_product(a, b, acc, AGAIN: gl.constexpr, A_ALONG: gl.constexpr, B_ALONG: 
 
 
 @gluon.jit
-def add_products(a, b, c, acc, sums, AGAIN: gl.constexpr):
+def add_products(a, b, c, acc, sums, AGAIN: gl.constexpr, sums_again):
     """The same for two products of ``a``, with ``b`` and the narrow ``c``, all of them summed over the rows."""
     a = a.permute([1, 0])
     acc = warpgroup_mma(a, b, acc, use_acc=AGAIN, is_async=True)
-    sums = warpgroup_mma(a, c, sums, use_acc=AGAIN, is_async=True)
+    sums = warpgroup_mma(a, c, sums, use_acc=sums_again, is_async=True)
     return warpgroup_mma_wait(2, deps=(acc, sums))
 
 
@@ -139,9 +139,10 @@ def load_tiles(
     """Load the operands of the tiles ``first, first + stride, …`` below ``last``, ``BK`` at a time from start to stop.
 
     Tiles are those of ``grouped``; without a GROUP, those of the one row block ``row_blocks``. A_ALONG and B_ALONG say
-    that an operand's descriptor has the summed dimension last. With a descriptor ``c``, tiles of the first column have
-    a third operand, ``NARROW`` columns wide.
+    that an operand's descriptor has the summed dimension last. With a descriptor ``c`` there is a third operand,
+    ``NARROW`` columns wide, in the steps of ``share``.
     """
+    steps = gl.cdiv(stop - start, BK)
     slot = 0
     phase = 1  # every slot is empty at first
     for tile in range(first, last, stride):
@@ -151,22 +152,32 @@ def load_tiles(
             row_block, column = row_blocks, tile
         row = row_block * BLOCK
         col = column * BLOCK
+        narrow_start, narrow_stop = share(column, columns, steps)
         for k in range(start, stop, BK):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            expect_tiles(bar, c, c_tiles, slot, k, column, BK, 2 * BLOCK)
+            expect_tiles(bar, c, c_tiles, slot, k, start + narrow_start * BK, start + narrow_stop * BK, BK, 2 * BLOCK)
             load_tile(a, row, k, bar, a_tiles.index(slot), A_ALONG)
             load_tile(b, col, k, bar, b_tiles.index(slot), B_ALONG)
             slot, phase = after(slot, phase, STAGES)
 
 
 @gluon.jit
-def expect_tiles(bar, c, c_tiles, slot, k, column, BK: gl.constexpr, WIDTH: gl.constexpr):
-    """Let ``bar`` wait for operands that are so wide together, and load the third of a tile in the first column."""
+def share(column, columns, steps):
+    """The steps (from and to) in which a tile of this column has a third operand: each column has a part of them.
+
+    All alike, for where one tile takes longer the others of its round wait for it, in ``.meeting`` too.
+    """
+    return column * steps // columns, (column + 1) * steps // columns
+
+
+@gluon.jit
+def expect_tiles(bar, c, c_tiles, slot, k, c_start, c_stop, BK: gl.constexpr, WIDTH: gl.constexpr):
+    """Let ``bar`` wait for operands that are so wide together, and load the third if ``k`` is where it is wanted."""
     if c is None:
         mbarrier.expect(bar, 2 * BK * WIDTH)
     else:
-        if column == 0:
+        if (k >= c_start) & (k < c_stop):
             mbarrier.expect(bar, 2 * BK * (WIDTH + NARROW))
             load_async(c, [k, 0], bar, c_tiles.index(slot))
         else:
@@ -175,19 +186,26 @@ def expect_tiles(bar, c, c_tiles, slot, k, column, BK: gl.constexpr, WIDTH: gl.c
 
 @gluon.jit
 def _add_steps(
-    a_tiles, b_tiles, c_tiles, acc, sums, full, empty, before, slot, phase, steps, A_ALONG: gl.constexpr,
-    B_ALONG: gl.constexpr, STAGES: gl.constexpr,
+    a_tiles, b_tiles, c_tiles, acc, sums, full, empty, before, slot, phase, first, last, narrow_start,
+    A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """All steps of a product but the first; without ``c_tiles``, ``sums`` stay as they are."""
-    for _ in range(1, steps):
+    """The steps from ``first`` to ``last`` of a product, none of them its first.
+
+    Those of ``sums`` begin at ``narrow_start``, and have ended afterwards; without ``c_tiles`` they stay as they are.
+    """
+    for k in range(first, last):
         mbarrier.wait(full.index(slot), phase)
         if c_tiles is None:
             acc = add_product(a_tiles.index(slot), b_tiles.index(slot), acc, True, A_ALONG, B_ALONG)
         else:
-            acc, sums = add_products(a_tiles.index(slot), b_tiles.index(slot), c_tiles.index(slot), acc, sums, True)
+            acc, sums = add_products(
+                a_tiles.index(slot), b_tiles.index(slot), c_tiles.index(slot), acc, sums, True, k > narrow_start
+            )
         mbarrier.arrive(empty.index(before))
         before = slot
         slot, phase = after(slot, phase, STAGES)
+    if c_tiles is not None:
+        acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
     return acc, sums, before, slot, phase
 
 
@@ -201,19 +219,19 @@ def multiply(
     ``round`` counts the warpgroup's own products.
     """
     acc, _sums = multiply_both(
-        a_tiles, b_tiles, None, full, empty, turn, round, at, steps, False, A_ALONG, B_ALONG, WARPGROUP, STAGES
+        a_tiles, b_tiles, None, full, empty, turn, round, at, steps, 0, 0, A_ALONG, B_ALONG, WARPGROUP, STAGES
     )
     return acc
 
 
 @gluon.jit
 def multiply_both(
-    a_tiles, b_tiles, c_tiles, full, empty, turn, round, at, steps, first_column, A_ALONG: gl.constexpr,
+    a_tiles, b_tiles, c_tiles, full, empty, turn, round, at, steps, narrow_start, narrow_stop, A_ALONG: gl.constexpr,
     B_ALONG: gl.constexpr, WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The same, and with ``c_tiles`` in the ``first_column`` the product ``[128, NARROW]`` with the third operand.
+    """The same, and with ``c_tiles`` the product ``[128, NARROW]`` with the third operand.
 
-    Otherwise the second result may be anything.
+    That is of the steps from ``narrow_start`` to ``narrow_stop``; where these are none, it may be anything.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     slot = at % STAGES
@@ -229,20 +247,26 @@ def multiply_both(
         acc = add_product(a_tiles.index(slot), b_tiles.index(slot), acc, False, A_ALONG, B_ALONG)
     else:
         sums = narrow_zeros(BLOCK)
-        acc, sums = add_products(a_tiles.index(slot), b_tiles.index(slot), c_tiles.index(slot), acc, sums, False)
+        acc, sums = add_products(a_tiles.index(slot), b_tiles.index(slot), c_tiles.index(slot), acc, sums, False, False)
     slot, phase = after(slot, phase, STAGES)
-    rest = steps
+    done = 1
     if c_tiles is not None:
-        # In two loops of which one makes no turn: of two branches that multiply, ptxas (12.8) lets one take the
-        # other's descriptors of tiles, which it has not made.
+        # In loops one after the other: of two branches that multiply, ptxas (12.8) lets one take the other's
+        # descriptors of tiles, which it has not made.
+        first = gl.maximum(narrow_start, 1)
+        done = gl.maximum(narrow_stop, 1)
         acc, sums, before, slot, phase = _add_steps(
-            a_tiles, b_tiles, c_tiles, acc, sums, full, empty, before, slot, phase, gl.where(first_column, steps, 1),
-            A_ALONG, B_ALONG, STAGES,
+            a_tiles, b_tiles, None, acc, sums, full, empty, before, slot, phase, 1, first, narrow_start, A_ALONG,
+            B_ALONG, STAGES,
         )  # fmt: skip
-        rest = gl.where(first_column, 1, steps)
+        acc, sums, before, slot, phase = _add_steps(
+            a_tiles, b_tiles, c_tiles, acc, sums, full, empty, before, slot, phase, first, done, narrow_start, A_ALONG,
+            B_ALONG, STAGES,
+        )  # fmt: skip
     acc, sums, before, slot, phase = _add_steps(
-        a_tiles, b_tiles, None, acc, sums, full, empty, before, slot, phase, rest, A_ALONG, B_ALONG, STAGES
-    )
+        a_tiles, b_tiles, None, acc, sums, full, empty, before, slot, phase, done, steps, narrow_start, A_ALONG,
+        B_ALONG, STAGES,
+    )  # fmt: skip
     mbarrier.arrive(turn.index(1 - WARPGROUP))
     if c_tiles is None:
         acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -144,15 +144,16 @@ def load_lower(low, tile_row, tile_col, term, hidden):
 
 
 @gluon.jit
-def add_bias(d_bias, parts, normalise, tile_row, vocab):
-    """Add ``parts [classes, NARROW]``, the columns' sums in parts, to the gradient of the bias."""
+def add_bias(d_bias, stride, parts, normalise, tile_row, column, vocab):
+    """Add ``parts [classes, NARROW]``, sums in parts, to what a column of tiles gives to the gradient of the bias."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NARROW, 16])
     value = gl.sum(parts, 1)
     if normalise is not None:
         value *= gl.load(normalise)
     row = tile_row + gl.arange(0, parts.shape[0], layout=gl.SliceLayout(1, layout))
     there = row < vocab
-    gl.store(d_bias + row, gl.load(d_bias + row, mask=there, other=0.0) + value, mask=there)
+    at = d_bias + column.to(gl.int64) * stride + row
+    gl.store(at, gl.load(at, mask=there, other=0.0) + value, mask=there)
 
 
 @gluon.jit

@@ -32,11 +32,12 @@ def ring_of_shared(a, b, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_product(
-    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, slot, phase, misses, row, column, start, stop, counter,
-    expected, coming, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    a, b, c, a_tiles, b_tiles, c_tiles, full, empty, slot, phase, misses, row, column, start, stop, c_start, c_stop,
+    counter, expected, coming, A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the operands of a tile as ``load_tiles`` does, and meet: ``expected`` and ``coming`` are of ``arrivals``.
 
+    The third is loaded from ``c_start`` to ``c_stop`` of what is summed over.
     Returned are the next slot, its parity, and the misses so far.
     """
     for k in range(start, stop, BK):
@@ -45,7 +46,7 @@ def load_product(
             misses = meet(counter, expected, misses)
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
-        expect_tiles(bar, c, c_tiles, slot, k, column, BK, BLOCK + WIDTH)
+        expect_tiles(bar, c, c_tiles, slot, k, c_start, c_stop, BK, BLOCK + WIDTH)
         load_tile(a, row, k, bar, a_tiles.index(2 * slot), A_ALONG)
         load_tile(b, column * WIDTH, k, bar, b_tiles.index(slot), B_ALONG)
         load_tile(a, row + BLOCK // 2, k, bar, a_tiles.index(2 * slot + 1), A_ALONG)
@@ -68,36 +69,40 @@ def begin_product(
         acc = add_product(a_tile, b_tiles.index(slot), acc, False, A_ALONG, B_ALONG)
     else:
         sums = narrow_zeros(BLOCK // 2)
-        acc, sums = add_products(a_tile, b_tiles.index(slot), c_tiles.index(slot), acc, sums, False)
+        acc, sums = add_products(a_tile, b_tiles.index(slot), c_tiles.index(slot), acc, sums, False, False)
     return acc, sums
 
 
 @gluon.jit
 def _add_steps(
-    a_tiles, b_tiles, c_tiles, acc, sums, full, empty, lead, before, slot, phase, steps, last_alone,
+    a_tiles, b_tiles, c_tiles, acc, sums, full, empty, lead, before, slot, phase, first, last, narrow_start, last_alone,
     A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """All steps of a product but the first; after the step ``last_alone`` the second warpgroup may begin."""
-    for k in range(1, steps):
+    """As in ``.ring``; after the step ``last_alone`` the second warpgroup may begin."""
+    for k in range(first, last):
         mbarrier.wait(full.index(slot), phase)
         a_tile = a_tiles.index(2 * slot + WARPGROUP)
         if c_tiles is None:
             acc = add_product(a_tile, b_tiles.index(slot), acc, True, A_ALONG, B_ALONG)
         else:
-            acc, sums = add_products(a_tile, b_tiles.index(slot), c_tiles.index(slot), acc, sums, True)
+            acc, sums = add_products(
+                a_tile, b_tiles.index(slot), c_tiles.index(slot), acc, sums, True, k > narrow_start
+            )
         mbarrier.arrive(empty.index(before))
         if WARPGROUP == 0:  # noqa: SIM102
             if k == last_alone:
                 mbarrier.arrive(lead.index(0))
         before = slot
         slot, phase = after(slot, phase, STAGES)
+    if c_tiles is not None:
+        acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
     return acc, sums, before, slot, phase
 
 
 @gluon.jit
 def end_product(
-    a_tiles, b_tiles, c_tiles, acc, sums, full, empty, lead, slot, phase, steps, first_column, A_ALONG: gl.constexpr,
-    B_ALONG: gl.constexpr, WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
+    a_tiles, b_tiles, c_tiles, acc, sums, full, empty, lead, slot, phase, steps, narrow_start, narrow_stop,
+    A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """(this warpgroup's half ``[64, 256]`` float32 of a product, its other result, the next slot, its parity).
 
@@ -106,17 +111,22 @@ def end_product(
     last_alone = gl.minimum(steps, LAG) - 1
     before = slot
     slot, phase = after(slot, phase, STAGES)
-    rest = steps
+    done = 1
     if c_tiles is not None:
-        # In two loops, as in ``multiply_both``.
+        # In loops one after the other, as in ``multiply_both``.
+        first = gl.maximum(narrow_start, 1)
+        done = gl.maximum(narrow_stop, 1)
         acc, sums, before, slot, phase = _add_steps(
-            a_tiles, b_tiles, c_tiles, acc, sums, full, empty, lead, before, slot, phase,
-            gl.where(first_column, steps, 1), last_alone, A_ALONG, B_ALONG, WARPGROUP, STAGES,
+            a_tiles, b_tiles, None, acc, sums, full, empty, lead, before, slot, phase, 1, first, narrow_start,
+            last_alone, A_ALONG, B_ALONG, WARPGROUP, STAGES,
         )  # fmt: skip
-        rest = gl.where(first_column, 1, steps)
+        acc, sums, before, slot, phase = _add_steps(
+            a_tiles, b_tiles, c_tiles, acc, sums, full, empty, lead, before, slot, phase, first, done, narrow_start,
+            last_alone, A_ALONG, B_ALONG, WARPGROUP, STAGES,
+        )  # fmt: skip
     acc, sums, before, slot, phase = _add_steps(
-        a_tiles, b_tiles, None, acc, sums, full, empty, lead, before, slot, phase, rest, last_alone, A_ALONG, B_ALONG,
-        WARPGROUP, STAGES,
+        a_tiles, b_tiles, None, acc, sums, full, empty, lead, before, slot, phase, done, steps, narrow_start,
+        last_alone, A_ALONG, B_ALONG, WARPGROUP, STAGES,
     )  # fmt: skip
     if c_tiles is None:
         acc = warpgroup_mma_wait(0, deps=(acc,))
