@@ -1347,13 +1347,17 @@ def classes_of_rows() -> None:
         with mock.patch("fxfuse.kernels.hopper.launch.classes.MOST_RANKED", most_ranked):
             cut = call.cut(call.listed_by_coefficients(Coefficients(*p.upstream))[0], 256)
             found = call.classes(cut)
-        chunks = -(-length // cut.most)
-        step = -(-length // chunks // call.row_block) * call.row_block
+        chunks, blocks = -(-length // cut.most), -(-length // call.row_block)
         assert chunks > 1
-        for chunk, listed in enumerate(cut.order[:length].split(step)):
+        # As ``rows_are_cut_evenly_into_chunks``, the larger ones first.
+        starts = [
+            (chunk * (blocks // chunks) + min(chunk, blocks % chunks)) * call.row_block for chunk in range(chunks)
+        ]
+        for chunk, (start, stop) in enumerate(itertools.pairwise([*starts, length])):
+            listed = cut.order[start:stop]
             label = torch.where(p.index[listed, 0] >= 0, p.index[listed, 0], vocab)
             keys, position = (chunk * (vocab + 1) + label).sort(stable=True)
-            at = slice(chunk * step, chunk * step + len(listed))
+            at = slice(start, stop)
             assert torch.equal(found.keys[at], keys.to(found.keys.dtype))
             assert torch.equal(found.sources[at], listed[position])
             if chunk == 0:
