@@ -62,6 +62,34 @@ def test_tiles_of_statistics(rows: int, hidden: int, vocab: int) -> None:
     assert found == larger or walked(larger) > walked(smaller)
 
 
+@pytest.mark.parametrize("rows", [65, 2432, 4096, 16384, 16385, 32768])
+@pytest.mark.parametrize("hidden", [512, 768, 896, 1024, 1152, 1280, 1536, 2048, 2304, 4096])
+@pytest.mark.parametrize("most", [1, 20, 44, 300])
+def test_chunks_of_exponentials(rows: int, hidden: int, most: int) -> None:
+    """Of about as many rows as are wanted, and never more than may be; tiles of d_input leave few without work."""
+    processors, blocks = 132, tiles.cdiv(rows, 128)
+    tile = tiles.DESCRIBED["d_input"][0] if hidden % 256 == 0 else tiles.NARROW_INPUT
+    columns, wanted = tiles.cdiv(hidden, tile.vocab), max(1.4 * hidden, rows / 7, 1024) / 128
+
+    def work(chunks: int) -> float:
+        """Tiles that there are, over those that all programs could make in the same time."""
+        at = [blocks * chunk // chunks for chunk in range(chunks + 1)]
+        took = 0.0
+        for start, end in itertools.pairwise(at):
+            whole, rest = divmod((end - start) * columns, processors)
+            took += whole + (1 / min(processors // rest, tiles.MOST_PIECES) if rest else 0)
+        return blocks * columns / processors / took
+
+    chunks = tiles.chunks_of_exponentials(blocks, wanted, most, hidden, 128256, tile, processors)
+    largest = tiles.cdiv(blocks, chunks)
+    assert largest <= most and (largest <= 1.25 * wanted or largest == 1)
+    assert largest >= 0.5 * min(wanted, most, blocks)
+    usual = tiles.cdiv(blocks, max(1, min(most, int(wanted))))
+    assert work(chunks) >= 0.97 * work(usual) or chunks < usual
+    if rows >= 16384 and most >= 44:
+        assert work(chunks) > 0.88
+
+
 class Allocated(TorchDispatchMode):
     """Adds up what is allocated, whether or not it is freed."""
 

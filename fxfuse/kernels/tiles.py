@@ -108,8 +108,8 @@ TAKING_TURNS: dict[str, Tile] = {
     "exponentials": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
     "dlogits": Tile(128, 128, 64, 4, 5, group=8, takes_turns=True),
 }
-# With many hidden units two warpgroups share a larger tile, which asks L2 for a quarter less: an H100's gives no more
-# than tiles of 128x128 ask for. For statistics only if what ends a tile takes no longer than a few steps.
+# Two warpgroups share a larger tile, which asks L2 for a quarter less: an H100's gives no more than tiles of 128x128
+# ask for. For statistics only if what ends a tile takes no longer than a few steps.
 TOGETHER: dict[str, Tile] = {
     "stats": Tile(192, 256, 64, 4, 3, takes_turns=True, together=True),
     "exponentials": Tile(128, 256, 64, 4, 4, group=22, takes_turns=True, together=True),
@@ -117,7 +117,10 @@ TOGETHER: dict[str, Tile] = {
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
 }
-MANY_HIDDEN = 2048
+# Hidden units from which they do. The first two multiply over these: with few the end of a tile is too much of it.
+SHARED_FROM = {"stats": 2048, "exponentials": 2048, "d_input": 2048, "d_weight": 768, "input_sums": 256}
+# Where tiles have a product's columns of hidden units: the most columns, over hidden units, that are worth a wide tile.
+MOST_COLUMNS = 1.12
 # Maxima and sums in shared tiles: the larger one takes some 3 % less for as many rows, as if each tile of either had
 # that many rows more; but fewer may fill the device better.
 MAXIMA_AND_SUMS = (TOGETHER["stats"], Tile(128, 256, 64, 4, 4, takes_turns=True, together=True))
@@ -134,6 +137,13 @@ NARROW = 16
 PIECE = 64
 # The least number of tiles, over programs times waves, where no tile is cut to fill the last wave.
 LEAST_FILL = 0.9
+# The most parts that one of ``d_input``'s is cut into.
+MOST_PIECES = 32
+# What a chunk of exponentials costs beside its products, as multiplications and additions of one program: adding to
+# d_weight's sums, for each element of the weight (two thirds of the memory's time show), and 85 us of small kernels.
+SUMS_COST, CHUNK_COST = 2.3, 2e8
+# A chunk's rows over those that are wanted, and what more of them cost, in whole calls: they take memory.
+LEAST_CHUNK, MOST_CHUNK, STRETCH_COST = 0.6, 1.25, 0.15
 INTERPRETED = Tile(16, 64, 16, 4, 1)
 ROW_BLOCK = 128
 
@@ -165,18 +175,25 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
         return INTERPRETED
     rows, hidden = input.shape
     if turns and takes_turns(kernel, input):
-        together = short and kernel in TOGETHER and hidden >= MANY_HIDDEN
-        return TOGETHER[kernel] if together else TAKING_TURNS[kernel]
+        return TOGETHER[kernel] if short and _shares_tiles(kernel, hidden) else TAKING_TURNS[kernel]
     if kernel == "d_input":
-        # The last tile of the hidden units should not be half empty.
-        if cdiv(hidden, 256) * 256 > 1.1 * hidden:
+        if not _fills_wide_tiles(hidden):
             return NARROW_INPUT
-        together = turns and takes_turns("d_weight", input) and hidden >= MANY_HIDDEN
+        together = turns and takes_turns("d_weight", input) and _shares_tiles(kernel, hidden)
         return TOGETHER[kernel] if together else DESCRIBED[kernel][0]
     if hidden <= SHORT and rows > 64:
         return SHARED
     choices = DESCRIBED[kernel]
     return next((choice for choice in choices if choice.rows >= rows), choices[-1])
+
+
+def _shares_tiles(kernel: str, hidden: int) -> bool:
+    along_vocabulary = kernel in ("stats", "exponentials")
+    return hidden >= SHARED_FROM.get(kernel, hidden + 1) and (along_vocabulary or _fills_wide_tiles(hidden))
+
+
+def _fills_wide_tiles(hidden: int) -> bool:
+    return cdiv(hidden, 256) * 256 <= MOST_COLUMNS * hidden
 
 
 def adds_class_sums(input: Tensor) -> bool:
@@ -196,10 +213,37 @@ def of_input_sums(input: Tensor, most: int) -> Tile | None:
     few: nothing is cut there as in ``d_input``'s.
     """
     tile = TOGETHER["input_sums"]
-    if not takes_turns("d_weight", input) or input.shape[1] < MANY_HIDDEN:
+    if not (takes_turns("d_weight", input) and _shares_tiles("input_sums", input.shape[1])):
         return None
     count, processors = cdiv(most, tile.rows) * cdiv(input.shape[1], tile.vocab), machine(input.device).processors
     return tile if count >= LEAST_FILL * cdiv(count, processors) * processors else None
+
+
+@functools.lru_cache(maxsize=1024)
+def chunks_of_exponentials(
+    row_blocks: int, wanted: float, most: int, hidden: int, vocab: int, tile: Tile, programs: int
+) -> int:
+    """How many chunks of at most ``most`` row blocks to cut rows into, or somewhat less or more than ``wanted``.
+
+    That is as many as take the least time, by and large: d_input has one column of ``tile`` for some hidden units, and
+    few tiles a chunk, which may leave nearly half of the programs without work.
+    """
+    columns = cdiv(hidden, tile.vocab)
+    beside = (SUMS_COST * hidden + CHUNK_COST / vocab) / (tile.rows * tile.vocab)  # waves
+
+    def waves(row_blocks: int) -> float:
+        whole, rest = divmod(row_blocks * columns, programs)
+        return whole + (1 / min(programs // rest, MOST_PIECES) if rest else 0)
+
+    def time(chunks: int) -> float:
+        each, larger = divmod(row_blocks, chunks)
+        d_input = larger * waves(each + 1) + (chunks - larger) * waves(each)
+        others = 2 * row_blocks * columns / programs  # products that leave nobody without work
+        return (others + d_input + chunks * beside) * (1 + STRETCH_COST * max(0, cdiv(row_blocks, chunks) / wanted - 1))
+
+    least = cdiv(row_blocks, min(most, max(1, int(MOST_CHUNK * wanted))))
+    largest = max(least, cdiv(row_blocks, max(1, int(LEAST_CHUNK * wanted))))
+    return min(range(least, largest + 1), key=time)
 
 
 def rows_of_stats(tile: Tile, rows: int, row_bytes: int, processors: int) -> int:

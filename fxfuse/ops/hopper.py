@@ -41,7 +41,6 @@ __all__ = [
 
 # A chunk of exponentials: so many rows that adding it to dW costs little beside its product, within these bytes.
 MOST_EXPONENTIALS_BYTES = 1536 << 20
-STRETCHED_BYTES = 512 << 20
 # A window of gradients of logits that are made anew: an eighth of the logits, as each window reads and writes d_input's
 # sums once more, where that and all beside it stay within so many bytes; but no less than so many.
 WINDOW_SHARE = 8
@@ -227,17 +226,18 @@ class Exponentials:
 def rows_of_exponentials(call: Call) -> int:
     """How many rows a chunk of exponentials has.
 
-    At least a seventh of all, or so many that adding the chunk to d_weight costs little beside its product, which is
-    a matter of rows over hidden units; within the bytes. Up to a quarter more if that saves a round.
+    About a seventh of all, or so many that adding the chunk to d_weight costs little beside its product, which is a
+    matter of rows over hidden units; within the bytes.
     """
     # Of the exponentials, of the rows gathered, and of the float32 rows that classes are given.
     each = (call.vocab + call.hidden) * call.input.element_size() + 4 * call.hidden
-    bound = max(call.row_block, MOST_EXPONENTIALS_BYTES // each // call.row_block * call.row_block)
-    wanted = max(7 * call.hidden // 5, -(-call.rows // 7), 1024)
-    stretched = call.whole_blocks(-(-call.rows // max(1, -(-call.rows // wanted) - 1)))
-    if wanted < stretched <= 1.25 * wanted and stretched * each <= STRETCHED_BYTES:
-        wanted = stretched
-    return min(wanted, bound)
+    bound = max(1, MOST_EXPONENTIALS_BYTES // each // call.row_block)
+    wanted = max(7 * call.hidden / 5, call.rows / 7, 1024) / call.row_block
+    blocks, tile = tiles.cdiv(call.rows, call.row_block), tiles.described("d_input", call.input)
+    chunks = tiles.chunks_of_exponentials(
+        blocks, wanted, bound, call.hidden, call.vocab, tile, call.programs * tile.slots
+    )
+    return tiles.cdiv(blocks, chunks) * call.row_block
 
 
 def _windows(call: Call, memory: int, beside: int) -> tuple[int, int]:

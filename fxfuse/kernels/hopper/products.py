@@ -10,11 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import tiles
 from ..logits import grouped
 from .schedule import begin, chunk_bounds, last_chunk, left_and_right
 
 # Of a tile of d_input that is cut: the most parts, and the least steps of one, which warpgroups that share tiles need.
-MOST_PIECES, LEAST_STEPS = tl.constexpr(32), tl.constexpr(3)
+MOST_PIECES, LEAST_STEPS = tl.constexpr(tiles.MOST_PIECES), tl.constexpr(3)
 
 
 @triton.jit
