@@ -625,8 +625,8 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
         hopper.MOST_EXPONENTIALS_BYTES = chunk * vocab * dtype.itemsize
         hopper.LEAST_WINDOW_BYTES = chunk * vocab * dtype.itemsize
         options = {"bias": True, "class_weight": True, "class_sum": True}
-        # The larger takes kernels of its own on a GPU, of 16-bit operands.
-        for hidden in ((256, 2064) if dtype != torch.float32 else (256,)) if HAS_GPU else (16,):
+        # The larger ones take kernels of their own on a GPU, of 16-bit operands.
+        for hidden in ((256, 896, 2064) if dtype != torch.float32 else (256,)) if HAS_GPU else (16,):
             check_gradients(problem(rows, hidden, vocab, dtype, **options))
             check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, indexed=2, **options))
             check_gradients(problem(rows, hidden, vocab, dtype, idle=1.0))
@@ -663,7 +663,7 @@ def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> 
     nans.view(torch.int32 if dtype == torch.float32 else torch.int16)[1] = -1  # all bits
     try:
         hopper.MOST_EXPONENTIALS_BYTES = hopper.LEAST_WINDOW_BYTES = rows // 4 * vocab * dtype.itemsize
-        for hidden in (256, 2064) if HAS_GPU else (16,):
+        for hidden in (256, 896, 2064) if HAS_GPU else (16,):
             for nan in nans:
                 p = problem(rows, hidden, vocab, dtype)
                 p.x[1, 3] = nan
@@ -697,7 +697,7 @@ def little_memory(dtype: torch.dtype) -> None:
         hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS = vocab, vocab // 4, rows // 3
         tiles.LEAST_FILL = 0.0
         options = {"bias": True, "class_weight": True, "class_sum": True, "indexed": 2}
-        for hidden in (256, 2064) if HAS_GPU else (16,):  # the larger has kernels of its own, as above
+        for hidden in (256, 896, 2064) if HAS_GPU else (16,):  # the larger ones have kernels of their own, as above
             check_gradients(problem(rows, hidden, vocab, dtype, **options), memory=1)
             check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, **options), memory=1)
             check_gradients(problem(vocab, hidden, rows, dtype, transform="tanh mul:3.0"), memory=1)

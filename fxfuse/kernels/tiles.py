@@ -117,6 +117,8 @@ TOGETHER: dict[str, Tile] = {
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
 }
+# The same for ``d_weight`` where the columns of hidden units fit narrow tiles only.
+TALL_WEIGHT = Tile(256, 128, 64, 4, 4, group=4, takes_turns=True, together=True)
 # Hidden units from which they do. The first two multiply over these: with few the end of a tile is too much of it.
 SHARED_FROM = {"stats": 2048, "exponentials": 2048, "d_input": 2048, "d_weight": 768, "input_sums": 256}
 # Where tiles have a product's columns of hidden units: the most columns, over hidden units, that are worth a wide tile.
@@ -175,6 +177,8 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
         return INTERPRETED
     rows, hidden = input.shape
     if turns and takes_turns(kernel, input):
+        if kernel == "d_weight" and hidden >= SHARED_FROM[kernel] and not _fills_wide_tiles(hidden):
+            return TALL_WEIGHT
         return TOGETHER[kernel] if short and _shares_tiles(kernel, hidden) else TAKING_TURNS[kernel]
     if kernel == "d_input":
         if not _fills_wide_tiles(hidden):

@@ -202,7 +202,7 @@ class Products(Described):
             (self.signature, height, total.out.dtype),
             kernel_for(products.d_weight_kernel, tile),
             (programs,),
-            describe(dz, tile, tile.hidden, rows_at_a_time(tile)),
+            describe(dz, tile, tile.hidden, tile.rows // 2 if tile.together else tile.rows),
             describe(x, tile, tile.hidden, tile.vocab),
             *sums,
             undo,

@@ -24,7 +24,9 @@ def _load(
     dz, x, factors, length, chunk, most, vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty,
     BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    start, stop, class_blocks, columns, tiles, _ = sizes(length, chunk, most, vocab, hidden, False, 1, BLOCK, ROWS)
+    start, stop, class_blocks, columns, tiles, _ = sizes(
+        length, chunk, most, vocab, hidden, False, 1, BLOCK, BLOCK, ROWS
+    )
     load_tiles(
         dz, x, factors, dz_tiles, x_tiles, factor_tiles, full, empty, gl.program_id(0), tiles, programs, class_blocks,
         columns, start, stop, False, False, BK, GROUP, STAGES,
@@ -36,7 +38,7 @@ def _load_sums(
     out, low, length, chunk, most, vocab, hidden, programs, uppers, come, free, GROUP: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    _, _, class_blocks, columns, tiles, _ = sizes(length, chunk, most, vocab, hidden, False, 1, BLOCK, ROWS)
+    _, _, class_blocks, columns, tiles, _ = sizes(length, chunk, most, vocab, hidden, False, 1, BLOCK, BLOCK, ROWS)
     warpgroup = 0
     for tile in range(gl.program_id(0), tiles, programs):
         class_block, column = grouped(tile, class_blocks, columns, GROUP)
@@ -44,7 +46,7 @@ def _load_sums(
             mbarrier.wait(free.index(i), warpgroup ^ 1)
             row = class_block * BLOCK + i // 2 * PIECE
             col = column * BLOCK + i % 2 * PIECE
-            load_pieces(out, low, uppers, i, come.index(warpgroup * PIECES + i), row, col, chunk, 1)
+            load_pieces(out, low, uppers, i, come.index(warpgroup * PIECES + i), row, col, chunk, 1, 1)
         warpgroup ^= 1
 
 
@@ -54,7 +56,9 @@ def _add(
     vocab, hidden, programs, dz_tiles, x_tiles, factor_tiles, full, empty, turn, uppers, come, free,
     WARPGROUP: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    start, stop, class_blocks, columns, tiles, _ = sizes(length, chunk, most, vocab, hidden, False, 1, BLOCK, ROWS)
+    start, stop, class_blocks, columns, tiles, _ = sizes(
+        length, chunk, most, vocab, hidden, False, 1, BLOCK, BLOCK, ROWS
+    )
     is_last = chunk == last_chunk(gl.load(length), most)
     steps = gl.cdiv(stop - start, BK)
     round = 0

@@ -2,7 +2,8 @@
 ``.together``.
 
 The upper bits of old sums come through the ring as two steps more, one for each warpgroup: where a slot has a tile of
-the second operand it has room for those of 64x256. Factors of rows are a third operand as in ``.products``.
+the second operand it has room for those of 64x256, and where it has both of the first for those of 128x128. Factors of
+rows are a third operand as in ``.products``.
 """
 
 from __future__ import annotations
@@ -14,29 +15,36 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...logits import grouped
 from ..schedule import begin, last_chunk
 from .meeting import arrivals
-from .ring import BLOCK, NARROW, after, half, seen_as, share
+from .ring import NARROW, after, half, half_of_rows, seen_as, share
 from .sums import PIECE, add_bias, add_piece, load_lower, load_pieces, sizes, slots_of
-from .together import LEAST, WIDTH, begin_product, end_product, load_product, ring_of_shared
+from .together import LEAST, begin_product, end_product, load_product, ring_of_shared
 
-PIECES = gl.constexpr(4)  # of a warpgroup's half
+PIECES = gl.constexpr(4)  # of a warpgroup's half, 64x256 or 128x128
+
+
+@gluon.jit
+def _uppers(a_tiles, b_tiles, out, ACROSS: gl.constexpr, STAGES: gl.constexpr):
+    """Where the pieces of old sums come to, ``PIECES`` in each slot."""
+    return seen_as(b_tiles if ACROSS == PIECES else a_tiles, out, PIECES * STAGES)
 
 
 @gluon.jit
 def _load(
     dz, other, out, low, factors, length, chunk, most, vocab, hidden, programs, term, counter, dz_tiles, other_tiles,
-    factor_tiles, uppers, full, empty, OF_INPUT: gl.constexpr, ALONG: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    factor_tiles, uppers, full, empty, OF_INPUT: gl.constexpr, ALONG: gl.constexpr, ACROSS: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = BLOCK // 2
+    HALF: gl.constexpr = PIECES // ACROSS * PIECE
+    WIDTH: gl.constexpr = ACROSS * PIECE
     start, stop, row_blocks, columns, tiles, at = sizes(
-        length, chunk, most, vocab, hidden, OF_INPUT, LEAST, WIDTH, ROWS
+        length, chunk, most, vocab, hidden, OF_INPUT, LEAST, 2 * HALF, WIDTH, ROWS
     )
     slot = 0
     phase = 1  # every slot is empty at first
     misses = 0
     for tile in range(gl.program_id(0), tiles, programs):
         row_block, column = grouped(tile, row_blocks, columns, GROUP)
-        row = row_block * BLOCK
+        row = row_block * (2 * HALF)
         steps = gl.cdiv(stop - start, BK)
         narrow_start, narrow_stop = share(column, columns, steps)
         expected, coming = arrivals(tile, tiles, programs, steps)
@@ -48,7 +56,9 @@ def _load(
         for second in gl.static_range(2):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            load_pieces(out, low, uppers, PIECES * slot, bar, at + row + second * HALF, column * WIDTH, term, PIECES)
+            load_pieces(
+                out, low, uppers, PIECES * slot, bar, at + row + second * HALF, column * WIDTH, term, PIECES, ACROSS
+            )
             slot, phase = after(slot, phase, STAGES)
 
 
@@ -61,14 +71,21 @@ def _pass_over(full, empty, slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _piece(acc, i: gl.constexpr, ACROSS: gl.constexpr):
+    return half(half(acc, i // 2 == 1) if ACROSS == PIECES else half_of_rows(acc, i // 2 == 1), i % 2 == 1)
+
+
+@gluon.jit
 def _add(
     out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length, chunk, most,
     vocab, hidden, programs, term, last, dz_tiles, other_tiles, factor_tiles, uppers, full, empty, lead,
-    WARPGROUP: gl.constexpr, OF_INPUT: gl.constexpr, ALONG: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr,
+    WARPGROUP: gl.constexpr, OF_INPUT: gl.constexpr, ALONG: gl.constexpr, ACROSS: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
+    HALF: gl.constexpr = PIECES // ACROSS * PIECE
+    WIDTH: gl.constexpr = ACROSS * PIECE
     start, stop, row_blocks, columns, tiles, at = sizes(
-        length, chunk, most, vocab, hidden, OF_INPUT, LEAST, WIDTH, ROWS
+        length, chunk, most, vocab, hidden, OF_INPUT, LEAST, 2 * HALF, WIDTH, ROWS
     )
     steps = gl.cdiv(stop - start, BK)
     slot = 0
@@ -81,15 +98,18 @@ def _add(
         acc, parts = begin_product(dz_tiles, other_tiles, taken_factors, full, slot, phase, OF_INPUT, ALONG, WARPGROUP)
         # What the sums need is looked up meanwhile.
         row_block, column = grouped(tile, row_blocks, columns, GROUP)
-        row = at + row_block * BLOCK + WARPGROUP * (BLOCK // 2)
+        row = at + row_block * (2 * HALF) + WARPGROUP * HALF
         col = column * WIDTH
         narrow_start, narrow_stop = share(column, columns, steps)
-        slot_of_class = slots_of(rows_of_classes, slots, row, term, vocab)
+        slot_of_class = (
+            slots_of(rows_of_classes, slots, row, term, vocab),
+            slots_of(rows_of_classes, slots, row + HALF - PIECE, term, vocab),
+        )
         lower = (
             load_lower(low, row, col, term, hidden),
-            load_lower(low, row, col + PIECE, term, hidden),
-            load_lower(low, row, col + 2 * PIECE, term, hidden),
-            load_lower(low, row, col + 3 * PIECE, term, hidden),
+            load_lower(low, row + 1 // ACROSS * PIECE, col + 1 % ACROSS * PIECE, term, hidden),
+            load_lower(low, row + 2 // ACROSS * PIECE, col + 2 % ACROSS * PIECE, term, hidden),
+            load_lower(low, row + 3 // ACROSS * PIECE, col + 3 % ACROSS * PIECE, term, hidden),
         )
         acc, parts, slot, phase = end_product(
             dz_tiles, other_tiles, taken_factors, acc, parts, full, empty, lead, slot, phase, steps, narrow_start,
@@ -103,9 +123,9 @@ def _add(
         mbarrier.wait(full.index(slot), phase)
         for i in gl.static_range(PIECES):
             add_piece(
-                half(half(acc, i // 2 == 1), i % 2 == 1), out, low, uppers.index(PIECES * slot + i), lower[i],
-                normalise, class_weight, class_row, rows_of_classes, slot_of_class, row, col + i * PIECE, term,
-                term == last, vocab, hidden,
+                _piece(acc, i, ACROSS), out, low, uppers.index(PIECES * slot + i), lower[i], normalise, class_weight,
+                class_row, rows_of_classes, slot_of_class[i // ACROSS], row + i // ACROSS * PIECE,
+                col + i % ACROSS * PIECE, term, term == last, vocab, hidden,
             )  # fmt: skip
         own = slot
         slot, phase = after(slot, phase, STAGES)
@@ -118,8 +138,8 @@ def _add(
 
 @gluon.jit(do_not_specialize=["chunk", "most", "programs"])
 def d_weight_together_kernel(
-    dz,  # descriptor of [most, W] in blocks [BK, 64]
-    x,  # descriptor of [most, D] in blocks [BK, 256]
+    dz,  # descriptor of [most, W] in blocks [BK, 64], or [BK, 128]
+    x,  # descriptor of [most, D] in blocks [BK, 256], or [BK, 128]
     out,  # descriptor of [W, D] in 16 bits, in blocks [64, 64], out
     low,  # int8, as ``..products.lower_at`` has them, or None: where there is one chunk only
     factors,  # descriptor of [most, 16] in blocks [BK, 16]: the factor of each row in parts; or None
@@ -144,29 +164,29 @@ def d_weight_together_kernel(
     PDL: gl.constexpr,
 ):
     begin(PDL)
-    # A slot's tile of the second operand and the upper bits of a warpgroup's sums take the same bytes.
-    gl.static_assert(BK == PIECE)
+    gl.static_assert(BK == PIECE)  # so that what old sums take the place of has as many bytes
+    ACROSS: gl.constexpr = x.block_shape[1] // PIECE
     last = last_chunk(gl.load(length), most)
     dz_tiles, x_tiles, full, empty, lead = ring_of_shared(dz, x, STAGES)
     factor_tiles = x_tiles  # which is not looked at
     if factors is not None:
         factor_tiles = gl.allocate_shared_memory(factors.dtype, [STAGES, BK, NARROW], factors.layout)
-    uppers = seen_as(x_tiles, out, PIECES * STAGES)
+    uppers = _uppers(dz_tiles, x_tiles, out, ACROSS, STAGES)
     gl.warp_specialize(
         [
             (_add, (
                 out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length,
                 chunk, most, vocab, hidden, programs, chunk, last, dz_tiles, x_tiles, factor_tiles, uppers, full, empty,
-                lead, 0, False, False, BK, GROUP, STAGES, ROWS,
+                lead, 0, False, False, ACROSS, BK, GROUP, STAGES, ROWS,
             )),
             (_add, (
                 out, low, d_bias, bias_stride, normalise, class_weight, class_row, rows_of_classes, slots, length,
                 chunk, most, vocab, hidden, programs, chunk, last, dz_tiles, x_tiles, factor_tiles, uppers, full, empty,
-                lead, 1, False, False, BK, GROUP, STAGES, ROWS,
+                lead, 1, False, False, ACROSS, BK, GROUP, STAGES, ROWS,
             )),
             (_load, (
                 dz, x, out, low, factors, length, chunk, most, vocab, hidden, programs, chunk, counter, dz_tiles,
-                x_tiles, factor_tiles, uppers, full, empty, False, False, BK, GROUP, STAGES, ROWS,
+                x_tiles, factor_tiles, uppers, full, empty, False, False, ACROSS, BK, GROUP, STAGES, ROWS,
             )),
         ],
         [4, 1],
@@ -200,22 +220,22 @@ def input_sums_together_kernel(
     begin(PDL)
     gl.static_assert(BK == PIECE)
     dz_tiles, w_tiles, full, empty, lead = ring_of_shared(dz, w, STAGES)
-    uppers = seen_as(w_tiles, out, PIECES * STAGES)
+    uppers = _uppers(dz_tiles, w_tiles, out, PIECES, STAGES)
     gl.warp_specialize(
         [
             (_add, (
                 out, low, None, 0, normalise, None, None, None, None, length, chunk, most, vocab, hidden, programs,
-                term, last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 0, True, TRANSPOSED, BK, GROUP,
-                STAGES, ROWS,
+                term, last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 0, True, TRANSPOSED, PIECES, BK,
+                GROUP, STAGES, ROWS,
             )),
             (_add, (
                 out, low, None, 0, normalise, None, None, None, None, length, chunk, most, vocab, hidden, programs,
-                term, last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 1, True, TRANSPOSED, BK, GROUP,
-                STAGES, ROWS,
+                term, last, dz_tiles, w_tiles, w_tiles, uppers, full, empty, lead, 1, True, TRANSPOSED, PIECES, BK,
+                GROUP, STAGES, ROWS,
             )),
             (_load, (
                 dz, w, out, low, None, length, chunk, most, vocab, hidden, programs, term, counter, dz_tiles, w_tiles,
-                w_tiles, uppers, full, empty, True, TRANSPOSED, BK, GROUP, STAGES, ROWS,
+                w_tiles, uppers, full, empty, True, TRANSPOSED, PIECES, BK, GROUP, STAGES, ROWS,
             )),
         ],
         [4, 1],

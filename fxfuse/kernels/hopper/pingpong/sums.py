@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ... import tiles
 from ..products import keep_classes, scaled
 from ..schedule import chunk_bounds
-from .ring import BLOCK, NARROW, load_async, store_async
+from .ring import NARROW, load_async, store_async
 
 PIECE = gl.constexpr(tiles.PIECE)
 _LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -100,8 +100,8 @@ def _lower(low, tile_row, tile_col, hidden):
 
 @gluon.jit
 def sizes(
-    length, chunk, most, vocab, hidden, OF_INPUT: gl.constexpr, LEAST: gl.constexpr, WIDTH: gl.constexpr,
-    ROWS: gl.constexpr,
+    length, chunk, most, vocab, hidden, OF_INPUT: gl.constexpr, LEAST: gl.constexpr, HEIGHT: gl.constexpr,
+    WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """(what is summed over: from and to, at least ``LEAST``; blocks of rows, columns, tiles; the result's first row).
 
@@ -110,19 +110,22 @@ def sizes(
     at, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
     columns = gl.cdiv(hidden, WIDTH)
     if OF_INPUT:
-        row_blocks = gl.cdiv(rows, BLOCK)
+        row_blocks = gl.cdiv(rows, HEIGHT)
         return 0, gl.maximum(vocab, LEAST), row_blocks, columns, row_blocks * columns, at
     else:
         start = gl.where(rows > 0, 0, most)  # if there are none, those past the end: zeros
-        row_blocks = gl.cdiv(vocab, BLOCK)
+        row_blocks = gl.cdiv(vocab, HEIGHT)
         # A chunk without rows has nothing to do, but for the first, which must write.
         tiles = gl.where((rows > 0) | (chunk == 0), row_blocks * columns, 0)
         return start, start + gl.maximum(rows, LEAST), row_blocks, columns, tiles, 0
 
 
 @gluon.jit
-def load_pieces(out, low, uppers, at, bar, row, col, term, COUNT: gl.constexpr):
-    """Load so many pieces of upper bits side by side, to ``at`` and after it, if there are sums; ``bar`` waits."""
+def load_pieces(out, low, uppers, at, bar, row, col, term, COUNT: gl.constexpr, ACROSS: gl.constexpr):
+    """Load so many pieces of upper bits, ``ACROSS`` side by side, to ``at`` and after it; ``bar`` waits.
+
+    If there are no sums, it waits for nothing.
+    """
     if low is None:
         mbarrier.arrive(bar)
     else:
@@ -131,7 +134,7 @@ def load_pieces(out, low, uppers, at, bar, row, col, term, COUNT: gl.constexpr):
         else:
             mbarrier.expect(bar, COUNT * 2 * PIECE * PIECE)
             for i in gl.static_range(COUNT):
-                load_async(out, [row, col + i * PIECE], bar, uppers.index(at + i))
+                load_async(out, [row + i // ACROSS * PIECE, col + i % ACROSS * PIECE], bar, uppers.index(at + i))
 
 
 @gluon.jit

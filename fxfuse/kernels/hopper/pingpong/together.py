@@ -1,4 +1,4 @@
-"""What products share in which two warpgroups share a tile of 128x256, and each has 64 rows of it.
+"""What products share in which two warpgroups share a tile, and each has half of its rows: 128x256 or 256x128.
 
 A larger tile reads less from L2, which is what limits a product of many rows: the card's power does. The second
 warpgroup stays ``LAG`` steps behind, so that one multiplies while the other ends its half. That hides as long an end
@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from .meeting import EVERY, meet
-from .ring import BLOCK, add_product, add_products, after, barriers, expect_tiles, load_tile, narrow_zeros
+from .ring import add_product, add_products, after, barriers, expect_tiles, load_tile, narrow_zeros
 
-WIDTH = gl.constexpr(256)  # columns of a tile
+WIDTH = gl.constexpr(256)  # columns of most tiles
 LAG = gl.constexpr(3)  # steps
 # Numbers to sum: with one step the second warpgroup is never let in, and with fewer than three steps, counting those in
 # which a slot has something else than operands, the first could come two tiles ahead of it.
@@ -40,16 +40,18 @@ def load_product(
     The third is loaded from ``c_start`` to ``c_stop`` of what is summed over.
     Returned are the next slot, its parity, and the misses so far.
     """
+    ROWS: gl.constexpr = a_tiles.shape[1] if A_ALONG else a_tiles.shape[2]
+    COLUMNS: gl.constexpr = b_tiles.shape[1] if B_ALONG else b_tiles.shape[2]
     for k in range(start, stop, BK):
         if (k - start) % (BK * EVERY) == 0:
             expected += coming
             misses = meet(counter, expected, misses)
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
-        expect_tiles(bar, c, c_tiles, slot, k, c_start, c_stop, BK, BLOCK + WIDTH)
+        expect_tiles(bar, c, c_tiles, slot, k, c_start, c_stop, BK, 2 * ROWS + COLUMNS)
         load_tile(a, row, k, bar, a_tiles.index(2 * slot), A_ALONG)
-        load_tile(b, column * WIDTH, k, bar, b_tiles.index(slot), B_ALONG)
-        load_tile(a, row + BLOCK // 2, k, bar, a_tiles.index(2 * slot + 1), A_ALONG)
+        load_tile(b, column * COLUMNS, k, bar, b_tiles.index(slot), B_ALONG)
+        load_tile(a, row + ROWS, k, bar, a_tiles.index(2 * slot + 1), A_ALONG)
         slot, phase = after(slot, phase, STAGES)
     return slot, phase, misses
 
@@ -60,15 +62,17 @@ def begin_product(
     WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """The first step of a product: ``end_product``'s results so far. What comes next is done meanwhile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    ROWS: gl.constexpr = a_tiles.shape[1] if A_ALONG else a_tiles.shape[2]
+    COLUMNS: gl.constexpr = b_tiles.shape[1] if B_ALONG else b_tiles.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     mbarrier.wait(full.index(slot), phase)
-    acc = gl.zeros([BLOCK // 2, WIDTH], gl.float32, layout)
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     sums = acc
     a_tile = a_tiles.index(2 * slot + WARPGROUP)
     if c_tiles is None:
         acc = add_product(a_tile, b_tiles.index(slot), acc, False, A_ALONG, B_ALONG)
     else:
-        sums = narrow_zeros(BLOCK // 2)
+        sums = narrow_zeros(ROWS)
         acc, sums = add_products(a_tile, b_tiles.index(slot), c_tiles.index(slot), acc, sums, False, False)
     return acc, sums
 
@@ -104,7 +108,7 @@ def end_product(
     a_tiles, b_tiles, c_tiles, acc, sums, full, empty, lead, slot, phase, steps, narrow_start, narrow_stop,
     A_ALONG: gl.constexpr, B_ALONG: gl.constexpr, WARPGROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """(this warpgroup's half ``[64, 256]`` float32 of a product, its other result, the next slot, its parity).
+    """(this warpgroup's half, float32, of a product, its other result, the next slot, its parity).
 
     The product is the one that ``begin_product`` began at ``slot``. The other result is as ``multiply_both`` has it.
     """
