@@ -117,11 +117,12 @@ TOGETHER: dict[str, Tile] = {
     "d_weight": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
     "input_sums": Tile(128, 256, 64, 4, 4, group=8, takes_turns=True, together=True),
 }
-# The same for ``d_weight`` where the columns of hidden units fit narrow tiles only.
+# The same for ``d_weight``, where wide tiles would have this many times the columns of hidden units that these have.
 TALL_WEIGHT = Tile(256, 128, 64, 4, 4, group=4, takes_turns=True, together=True)
+TALL_FROM = 1.05
 # Hidden units from which they do. The first two multiply over these: with few the end of a tile is too much of it.
 SHARED_FROM = {"stats": 2048, "exponentials": 2048, "d_input": 2048, "d_weight": 768, "input_sums": 256}
-# Where tiles have a product's columns of hidden units: the most columns, over hidden units, that are worth a wide tile.
+# The most columns of d_input's wide tiles, over hidden units: with more of them they are narrow.
 MOST_COLUMNS = 1.12
 # Maxima and sums in shared tiles: the larger one takes some 3 % less for as many rows, as if each tile of either had
 # that many rows more; but fewer may fill the device better.
@@ -177,13 +178,14 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
         return INTERPRETED
     rows, hidden = input.shape
     if turns and takes_turns(kernel, input):
-        if kernel == "d_weight" and hidden >= SHARED_FROM[kernel] and not _fills_wide_tiles(hidden):
-            return TALL_WEIGHT
-        return TOGETHER[kernel] if short and _shares_tiles(kernel, hidden) else TAKING_TURNS[kernel]
+        if not short or hidden < SHARED_FROM.get(kernel, hidden + 1):
+            return TAKING_TURNS[kernel]
+        tall = kernel == "d_weight" and _columns(hidden, 256) > TALL_FROM * _columns(hidden, 128)
+        return TALL_WEIGHT if tall else TOGETHER[kernel]
     if kernel == "d_input":
-        if not _fills_wide_tiles(hidden):
+        if _columns(hidden, 256) > MOST_COLUMNS * hidden:
             return NARROW_INPUT
-        together = turns and takes_turns("d_weight", input) and _shares_tiles(kernel, hidden)
+        together = turns and takes_turns("d_weight", input) and hidden >= SHARED_FROM[kernel]
         return TOGETHER[kernel] if together else DESCRIBED[kernel][0]
     if hidden <= SHORT and rows > 64:
         return SHARED
@@ -191,13 +193,9 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
     return next((choice for choice in choices if choice.rows >= rows), choices[-1])
 
 
-def _shares_tiles(kernel: str, hidden: int) -> bool:
-    along_vocabulary = kernel in ("stats", "exponentials")
-    return hidden >= SHARED_FROM.get(kernel, hidden + 1) and (along_vocabulary or _fills_wide_tiles(hidden))
-
-
-def _fills_wide_tiles(hidden: int) -> bool:
-    return cdiv(hidden, 256) * 256 <= MOST_COLUMNS * hidden
+def _columns(hidden: int, width: int) -> int:
+    """Columns of all tiles of this width."""
+    return cdiv(hidden, width) * width
 
 
 def adds_class_sums(input: Tensor) -> bool:
@@ -217,9 +215,11 @@ def of_input_sums(input: Tensor, most: int) -> Tile | None:
     few: nothing is cut there as in ``d_input``'s.
     """
     tile = TOGETHER["input_sums"]
-    if not (takes_turns("d_weight", input) and _shares_tiles("input_sums", input.shape[1])):
+    hidden = input.shape[1]
+    wide = hidden >= SHARED_FROM["input_sums"] and _columns(hidden, 256) <= MOST_COLUMNS * hidden
+    if not (wide and takes_turns("d_weight", input)):
         return None
-    count, processors = cdiv(most, tile.rows) * cdiv(input.shape[1], tile.vocab), machine(input.device).processors
+    count, processors = cdiv(most, tile.rows) * cdiv(hidden, tile.vocab), machine(input.device).processors
     return tile if count >= LEAST_FILL * cdiv(count, processors) * processors else None
 
 
