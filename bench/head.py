@@ -7,11 +7,12 @@
 ``÷3`` is the time of loss and gradients over three bare products of the same operands (logits, dX, dW; for an odd
 vocabulary, of a padded one); ``fwd ÷1`` the loss alone over one product; ``rows ÷4`` the gradients of per-row losses
 (``reduction="none"``) over four. Each is measured in turns with its products, in one process, several times: medians.
-The card is warm and its power is limited, for both: the more so the longer a turn takes (``--seconds``). ``extra`` is
-the peak of memory above the operands, in MiB, beside dX and dW themselves. The errors are relative L2 errors of the
-gradients against float64, and ``same bits`` tells whether ten steps gave the same gradients. With ignored labels, ``of
-dense`` is the time over that of the same implementation with none ignored. ``softcap`` and the like are the time with
-that over the time without.
+A turn is some calls one after the other, as in a loop; what the host takes for one shows only where the device takes
+less (``--host`` measures it). The card is warm and its power is limited, for both. ``extra`` is the peak of memory
+above the operands, in MiB, beside dX and dW themselves. The errors are relative L2 errors of the gradients against
+float64, and ``same bits`` tells whether ten steps gave the same gradients. With ignored labels, ``of dense`` is the
+time over that of the same implementation with none ignored. ``softcap`` and the like are the time with that over the
+time without.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tqdm import tqdm
 from fxfuse.report.memory import peak_bytes
 
 Loss = Callable[..., torch.Tensor]
+SECONDS = 0.3  # of a turn: some calls, of the largest step too
 
 
 def plain(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -104,7 +106,7 @@ def implementations() -> dict[str, Loss]:
 class Clock:
     """Times on the device, each in turns with what it is compared to."""
 
-    def __init__(self, device: torch.device, repeats: int, seconds: float = 0.1) -> None:
+    def __init__(self, device: torch.device, repeats: int, seconds: float = SECONDS) -> None:
         self.device, self.repeats, self.seconds = device, repeats, seconds
 
     def sync(self) -> None:
@@ -112,19 +114,26 @@ class Clock:
             torch.cuda.synchronize()
 
     def once(self, f: Callable[[], Any], calls: int) -> float:
-        self.sync()
-        start = time.perf_counter()
+        """Seconds a call. On a GPU one more comes first: as in a loop, the device is busy when the host begins."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            for _ in range(calls):
+                f()
+            return (time.perf_counter() - start) / calls
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        f()
+        before.record()
         for _ in range(calls):
             f()
+        after.record()
         self.sync()
-        return (time.perf_counter() - start) / calls
+        return before.elapsed_time(after) / 1e3 / calls
 
-    def ratio(self, f: Callable[[], Any], base: Callable[[], Any], seconds: float = 0) -> tuple[float, float]:
-        """(time of f over time of base, milliseconds of f), medians of turns of at least so many seconds, about."""
-        seconds = max(seconds, self.seconds)
+    def ratio(self, f: Callable[[], Any], base: Callable[[], Any]) -> tuple[float, float]:
+        """(time of f over time of base, milliseconds of f), medians of turns."""
         for _ in range(3):  # the first may compile, and the second write down what later ones play (kernels.recorder)
             f(), base()
-        calls = [max(1, min(1000, int(seconds / max(self.once(g, 1), 1e-6)))) for g in (f, base)]
+        calls = [max(1, min(1000, int(self.seconds / max(self.once(g, 1), 1e-6)))) for g in (f, base)]
         turns = [(self.once(base, calls[1]), self.once(f, calls[0])) for _ in range(self.repeats)]
         bases, times = (statistics.median(column) for column in zip(*turns, strict=True))
         return times / bases, times * 1e3
@@ -226,13 +235,12 @@ class Case:
     def measure_options(self, f: Loss, row: dict[str, Any]) -> None:
         vocab = self.shape[2]
         bias = torch.randn(vocab, device=self.w.device, dtype=self.w.dtype).requires_grad_()
-        seconds = 0.2  # longer turns than others' may be: an option may keep the host longer at the beginning of each
         for option, loss in with_options(bias, torch.rand(vocab, device=self.w.device)).items():
             more = fused(loss)
             both = (lambda: self.step(more, self.y)), lambda: self.step(f, self.y)  # noqa: B023
-            row[option] = self.clock.ratio(*both, seconds)[0]
+            row[option] = self.clock.ratio(*both)[0]
             both = (lambda: self.forward(more, self.y)), lambda: self.forward(f, self.y)  # noqa: B023
-            row[f"fwd {option}"] = self.clock.ratio(*both, seconds)[0]
+            row[f"fwd {option}"] = self.clock.ratio(*both)[0]
 
     def measure_bandwidth(self, name: str, f: Loss, row: dict[str, Any]) -> None:
         """The weight is read once; a copy reads and writes it."""
@@ -316,8 +324,8 @@ def main() -> int:
     add_machine(parser)
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the labels that are ignored")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of a turn, about; a device waits for the host when "
-                        "one begins, and long ones leave it at the clock that its power allows for long")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a turn, about; long ones leave the card at "
+                        "the clock that its power allows for long")  # fmt: skip
     parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64, and with those "
                         "of nine more steps")  # fmt: skip
     parser.add_argument("--per-row", action="store_true", help="also time the gradients of per-row losses")
@@ -334,7 +342,7 @@ def main() -> int:
     if args.host and not args.device.startswith("cuda"):
         parser.error("--host: a CUDA device is needed")
     count = len(args.only or implementations())
-    conditions = {**about(args.device, args.dtype), "ignored": args.ignored}
+    conditions = {**about(args.device, args.dtype), "ignored": args.ignored, "seconds of a turn": args.seconds}
     results: list[dict[str, Any]] = []
     for row in tqdm(measurements(shapes, args), total=len(shapes) * count, file=sys.stderr, unit="run"):
         results.append(row)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from conditions import SHAPES, about, told
-from head import Clock
+from head import SECONDS, Clock
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -124,7 +124,7 @@ def main() -> int:
     many = [name for name, shape in SHAPES.items() if shape[0] > 64]
     parser.add_argument("--shape", action="append", choices=many, help="all of them unless given; may be repeated")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of a turn, about")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a turn, about")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args = parser.parse_args()
     example = torch.empty(0, 16, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
