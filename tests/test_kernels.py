@@ -1028,9 +1028,13 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
     """Those of large tiles: maxima and sums alone of 2048 hidden units or more, in one or several chunks of rows."""
     shapes = (65, 2048, 144), (300, 2064, 5008), (700, 4096, 256), (1500, 2064, 16400), (6500, 2048, 8208)
     for rows, hidden, vocab in shapes:
-        for kind in ("plain", "scaled", "transposed", "idle"):
-            scale, idle = -1.5 if kind == "scaled" else 1.0, 0.6 if kind == "idle" else 0.0
-            p = problem(rows, hidden, vocab, dtype, scale=scale, idle=idle)
+        for kind in ("plain", "scaled", "bias", "wide bias", "transposed", "idle"):
+            scale, idle = -1.5 if kind in ("scaled", "bias") else 1.0, 0.6 if kind == "idle" else 0.0
+            p = problem(rows, hidden, vocab, dtype, scale=scale, idle=idle, bias="bias" in kind)
+            if p.bias is not None:
+                p.bias = p.bias.to(torch.float32 if kind == "wide bias" else dtype)
+                p.bias[7] = float("inf") if scale < 0 else -float("inf")  # a class that is masked
+                p.index[p.index == 7] = 8
             if kind == "transposed":
                 p.w = p.w.t().contiguous().t()
                 assert dtype == torch.float32 or cuda.GpuOperands.of(*p.operands, "").is_described()

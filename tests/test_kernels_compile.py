@@ -241,7 +241,8 @@ def test_compiles(
     launches = record(monkeypatch, machine, dtype, rows, kind)
     names = {launch.kernel.__name__ for launch in launches}
     assert {"stats_kernel", "stats_together_kernel"} & names and "merge_kernel" in names
-    shares_tiles = capability == 90 and dtype != FP32 and rows > 64 and kind in ("plain", "transposed")
+    short_end = kind in ("plain", "transposed", "all_options")
+    shares_tiles = capability == 90 and dtype != FP32 and rows > 64 and short_end
     assert ("stats_together_kernel" in names) == shares_tiles
     described_way = machine.generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
     made = described_way and kind != "stored"  # gradients, by kernels on descriptors

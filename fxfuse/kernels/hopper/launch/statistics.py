@@ -18,7 +18,7 @@ class Statistics(Lists):
     def stats_tile(self, out: Stats, stored: Tensor | None = None) -> tiles.Tile:
         """The tile of ``stats_of``."""
         more = any(t.numel() for t in (out.class_sum, out.entropy, out.top))
-        plain = not self.transform and self.bias is None and not more
+        plain = not self.transform and not more
         tile = tiles.described("stats" if stored is None else "stored", self.input, short=plain)
         if tile.together:
             tile = tiles.of_maxima_and_sums(self.rows, self._row_bytes, self.vocab, self.programs)
@@ -78,6 +78,7 @@ class Statistics(Lists):
                 (programs,),
                 x,
                 w,
+                self.bias,
                 rows.length,
                 part_max,
                 part_sum,

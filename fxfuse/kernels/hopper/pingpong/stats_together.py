@@ -1,7 +1,7 @@
-"""Maxima and sums as in ``..stats``, of products and a scale alone, by warpgroups side by side, see ``.beside``.
+"""Maxima and sums of logits without a transform, as in ``..stats``, by warpgroups side by side, see ``.beside``.
 
 What ends a tile is not hidden but as far as one warpgroup runs ahead of the other. Where it takes longer, for other
-statistics and for logits with a bias or a transform, there is ``.stats``.
+statistics and for transformed logits, there is ``.stats``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _load(
 
 @gluon.jit
 def _walk(
-    length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
+    bias, length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
     WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr,
     PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def _walk(
         m = nothing()
         s = nothing()
         for i in gl.static_range(PARTS):
-            z, _slope = logits_of(products[i], None, col, scale, vocab, SCALED, "")
+            z, _slope = logits_of(products[i], bias, col, scale, vocab, SCALED, "")
             if not EVEN_VOCAB:
                 z = gl.where((col < vocab)[None, :], z, float("-inf"))
             m_i, s_i, _t, _argmax = online(
@@ -84,6 +84,7 @@ def _walk(
 def stats_together_kernel(
     x,  # descriptor of [most, D] in blocks [64, BK]
     w,  # descriptor of [V, D] in blocks [128, BK], or of [D, V] in [BK, 128] if TRANSPOSED
+    bias,
     length,
     part_max,  # [row blocks, lanes, 2, rows of a tile] float32, out: at most [programs, 2, rows of a tile]
     part_sum,  # the same
@@ -108,12 +109,12 @@ def stats_together_kernel(
     gl.warp_specialize(
         [
             (_walk, (
-                length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
-                0, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES, ROWS,
+                bias, length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+                empty, 0, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES, ROWS,
             )),
             (_walk, (
-                length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
-                1, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES, ROWS,
+                bias, length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+                empty, 1, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES, ROWS,
             )),
             (_load, (
                 x, w, length, chunk, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty, TRANSPOSED,
