@@ -11,6 +11,7 @@ the three bare products chunk by chunk over the same at once: what chunks alone 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class Kernels:
         self.up = Upstream(c, -c[:, None], None)
         most = rows if rows <= hidden else hopper.rows_of_exponentials(call)
         self.rows = call.cut(listed, most)
+        self.middle = min(1, self.rows.chunks - 1)  # a chunk that has one before it, if any has
         self.classes = call.classes(self.rows)
         self.stats = call.no_stats(False)
         self.made = hopper.Exponentials.begin(call, self.rows, self.stats, self.up)
@@ -56,6 +58,12 @@ class Kernels:
         self.stats_rows = call.stats_rows(listed, call.stats_tile(self.stats))
         self.gathered = call.empty(self.stats_rows.most, hidden, dtype=x.dtype)
         call.gather(self.stats_rows, 0, self.gathered)
+
+    def chunks(self) -> list[slice]:
+        """The rows of each chunk, as ``kernels.hopper.schedule.chunk_bounds`` has them."""
+        each, larger = divmod(tiles.cdiv(self.call.rows, self.rows.block), self.rows.chunks)
+        starts = [(chunk * each + min(chunk, larger)) * self.rows.block for chunk in range(self.rows.chunks + 1)]
+        return [slice(start, min(stop, self.call.rows)) for start, stop in itertools.pairwise(starts)]
 
     def statistics(self) -> None:
         self.call.stats_of(self.stats_rows, 0, self.gathered, self.stats)
@@ -71,7 +79,7 @@ class Kernels:
 
     def weight_product(self) -> None:
         """In the middle of the chunks, where there are several: with old sums and new ones."""
-        chunk, kept = min(1, self.rows.chunks - 1), self.made.kept
+        chunk, kept = self.middle, self.made.kept
         classes = self.rows, chunk, kept.own, self.classes, self.d_weight, None
         if chunk > 0:
             self.call.finish_classes(*classes)
@@ -84,13 +92,13 @@ class Kernels:
 
 def measure(shape: tuple[int, int, int], clock: Clock) -> dict[str, Any]:
     k = Kernels(shape)
-    call, most = k.call, k.rows.most
+    call = k.call
     x, w = call.input, F.pad(call.weight, (0, 0, 0, -call.vocab % 64))
     z = torch.empty(call.rows, w.shape[0], device="cuda", dtype=x.dtype)
     d_x, d_w = torch.empty_like(x), torch.empty_like(w)
 
-    def products(start: int, stop: int) -> list[Callable[[], Any]]:
-        here, z_here = slice(start, stop), z[: stop - start]
+    def products(here: slice) -> list[Callable[[], Any]]:
+        z_here = z[: here.stop - here.start]
         return [
             lambda: torch.mm(x[here], w.t(), out=z_here),
             lambda: torch.mm(z_here, w, out=d_x[here]),
@@ -101,14 +109,13 @@ def measure(shape: tuple[int, int, int], clock: Clock) -> dict[str, Any]:
         for part in parts:
             part()
 
-    chunk = products(0, min(most, call.rows))
-    in_chunks = [p for at in range(0, call.rows, most) for p in products(at, min(at + most, call.rows))]
-    at_once = products(0, call.rows)
-    row: dict[str, Any] = {"shape": "×".join(map(str, shape)), "rows": most, "chunks": k.rows.chunks}
-    row["statistics"] = clock.ratio(k.statistics, products(0, min(k.stats_rows.most, call.rows))[0])[0]
-    row["exponentials"] = clock.ratio(k.exponentials, chunk[0])[0]
-    row["dX"] = clock.ratio(k.input_product, chunk[1])[0]
-    row["dW"] = clock.ratio(k.weight_product, chunk[2])[0]
+    chunks = [products(rows) for rows in k.chunks()]
+    at_once, in_chunks = products(slice(0, call.rows)), list(itertools.chain(*chunks))
+    row: dict[str, Any] = {"shape": "×".join(map(str, shape)), "rows": k.rows.most, "chunks": k.rows.chunks}
+    row["statistics"] = clock.ratio(k.statistics, products(slice(0, min(k.stats_rows.most, call.rows)))[0])[0]
+    row["exponentials"] = clock.ratio(k.exponentials, chunks[0][0])[0]
+    row["dX"] = clock.ratio(k.input_product, chunks[0][1])[0]
+    row["dW"] = clock.ratio(k.weight_product, chunks[k.middle][2])[0]
     row["products in chunks"] = clock.ratio(lambda: run(in_chunks), lambda: run(at_once))[0]
     return row
 

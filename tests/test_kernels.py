@@ -629,7 +629,8 @@ def several_chunks_and_windows(dtype: torch.dtype) -> None:
         for hidden in ((256, 896, 2064) if dtype != torch.float32 else (256,)) if HAS_GPU else (16,):
             check_gradients(problem(rows, hidden, vocab, dtype, **options))
             check_gradients(problem(rows, hidden, vocab, dtype, idle=0.8, indexed=2, **options))
-            check_gradients(problem(rows, hidden, vocab, dtype, idle=1.0))
+            for idle in (0.97, 1.0):  # fewer rows than there are columns of tiles to share the bias among, and none
+                check_gradients(problem(rows, hidden, vocab, dtype, idle=idle, bias=True))
             check_gradients(problem(vocab, hidden, rows, dtype, idle=0.4, **options))
         check_gradients(problem(rows, 3008 if HAS_GPU else 112, vocab, dtype, idle=0.2, **options))
         tiles.LEAST_FILL = 2.0  # never in the order of the list
@@ -1101,22 +1102,26 @@ def programs_meet_as_often_as_they_are_waited_for() -> None:
     from fxfuse.kernels.hopper.launch.operands import Described
     from fxfuse.kernels.hopper.products import LEAST_STEPS, MOST_PIECES
 
-    rows, hidden, vocab = 2176, 2048, 5003
-    p = problem(rows, hidden, vocab, torch.bfloat16)
-    if not tiles.takes_turns("stats", p.x):
-        return
-    used = torch.zeros(100, 4, dtype=torch.int32, device=DEVICE)
-    given = iter(used)
+    vocab = 5003
     counters = Described._counters
-    Described._counters = property(lambda self: given)  # type: ignore[assignment]
-    try:
-        cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
-    finally:
-        Described._counters = counters  # type: ignore[method-assign]
+
+    def used(rows: int, hidden: int) -> list[int]:
+        p = problem(rows, hidden, vocab, torch.bfloat16)
+        counted = torch.zeros(100, 4, dtype=torch.int32, device=DEVICE)
+        given = iter(counted)
+        Described._counters = property(lambda self: given)  # type: ignore[assignment]
+        try:
+            cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
+        finally:
+            Described._counters = counters  # type: ignore[method-assign]
+        return [count for count in counted[:, 0].tolist() if count]
 
     def meetings(steps: int) -> int:
         return tiles.cdiv(steps, 2)
 
+    if not tiles.takes_turns("stats", torch.empty(100, 2048, dtype=torch.bfloat16, device=DEVICE)):
+        return
+    rows, hidden = 2176, 2048
     processors, blocks, columns, steps = tiles.machine(DEVICE).processors, rows // 128, hidden // 256, -(-vocab // 64)
     exponentials = blocks * tiles.cdiv(vocab, 256) * meetings(hidden // 64)
     d_weight = tiles.cdiv(vocab, 128) * columns * meetings(rows // 64)
@@ -1126,7 +1131,10 @@ def programs_meet_as_often_as_they_are_waited_for() -> None:
     parts = [max(min(each, steps - at), LEAST_STEPS.value) for at in range(0, steps, each)]
     d_input = whole * processors * meetings(steps) + rest * sum(map(meetings, parts))
     # No row's offset is bad, so the statistics of such rows have none.
-    assert [count for count in used[:, 0].tolist() if count] == [exponentials, d_input, d_weight]
+    assert used(rows, hidden) == [exponentials, d_input, d_weight]
+    # Of few hidden units only d_weight's do, here on tiles of 256x128.
+    rows, hidden = 1200, 896
+    assert used(rows, hidden) == [tiles.cdiv(vocab, 256) * tiles.cdiv(hidden, 128) * meetings(tiles.cdiv(rows, 64))]
 
 
 @case(routes=("described",))
@@ -1139,6 +1147,8 @@ def the_kernels_of_the_benchmark_make_a_loss() -> None:
     from kernels import Kernels
 
     made = Kernels((120, 256, 1000) if HAS_GPU else (12, 16, 40), str(DEVICE), dtype)
+    chunks = made.chunks()
+    assert [(rows.start, rows.stop) for rows in chunks] == [(0, made.call.rows)]
     made.statistics()
     made.exponentials()
     made.input_product()

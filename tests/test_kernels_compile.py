@@ -75,13 +75,13 @@ def record(
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
     A ``plain`` cross entropy, one ``without_turns``, one of a scaled and ``transposed`` weight, one with a ``softcap``,
-    ``all_options``, those with ``few_hidden`` units or with an ``odd_hidden`` size. Or ``entropy``, or
-    ``entropy_and_top`` among the statistics, and its backward. Or products that are ``stored``, and the statistics of
-    softcapped logits.
+    ``all_options``, those with ``few_hidden`` or ``fewer_hidden`` units or with an ``odd_hidden`` size. Or ``entropy``,
+    or ``entropy_and_top`` among the statistics, and its backward. Or products that are ``stored``, and the statistics
+    of softcapped logits.
     """
     everything = kind not in ("plain", "transposed", "softcap", "without_turns", "stored")
     vocab, indexed = 50257 if everything else 50256 if kind == "transposed" else 128256, 1
-    hidden = {"odd_hidden": 4095, "few_hidden": 896}.get(kind, 4096)
+    hidden = {"odd_hidden": 4095, "few_hidden": 896, "fewer_hidden": 640}.get(kind, 4096)
     launches: list[Launch] = []
     monkeypatch.setattr(tiles, "machine", lambda device: machine)
     monkeypatch.setattr(recorder, "_tapes", {})  # of other machines
@@ -205,6 +205,7 @@ CONFIGURATIONS = [
     *((90, BF16, rows, "plain") for rows in (1, 64)),
     (90, BF16, 16384, "all_options"),
     *((90, BF16, rows, "few_hidden") for rows in (512, 16384)),
+    (90, BF16, 16384, "fewer_hidden"),
     *((90, BF16, rows, "plain") for rows in (512, 1500)),
     *((90, BF16, 256, kind) for kind in ("all_options", "few_hidden")),
     (100, BF16, 256, "all_options"),
@@ -248,13 +249,16 @@ def test_compiles(
     made = described_way and kind != "stored"  # gradients, by kernels on descriptors
     assert ("dlogits_kernel" in names) == (kind != "stored")
     assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == made
-    many = rows == 16384 and kind != "few_hidden"
+    takes_turns = machine.takes_turns and dtype != FP32 and rows > 64
+    assert ("d_weight_together_kernel" in names) == (made and takes_turns and kind != "fewer_hidden")
+    few = kind in ("few_hidden", "fewer_hidden")
+    many = rows == 16384 and not few
     assert ("input_sums_together_kernel" in names) == (made and many and machine.takes_turns)
     has_entropy = kind.startswith("entropy")
     exponentials = {"exponentials_kernel", "exponentials_together_kernel"} & names
     assert bool(exponentials) == (made and dtype == BF16 and not has_entropy)
     assert ("add_class_sums_kernel" in names) == (bool(exponentials) and rows == 256)
-    in_large_tiles = machine.takes_turns and rows > 64 and kind != "few_hidden"
+    in_large_tiles = machine.takes_turns and rows > 64 and not few
     assert ("exponentials_together_kernel" in exponentials) == (bool(exponentials) and in_large_tiles)
     assert ("d_input_kernel" if in_large_tiles else "d_input_together_kernel") not in names
     assert "d_input_together_kernel" in names or not (exponentials and in_large_tiles)

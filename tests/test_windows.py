@@ -65,10 +65,11 @@ def test_tiles_of_statistics(rows: int, hidden: int, vocab: int) -> None:
 @pytest.mark.parametrize("rows", [65, 2432, 4096, 16384, 16385, 32768])
 @pytest.mark.parametrize("hidden", [512, 768, 896, 1024, 1152, 1280, 1536, 2048, 2304, 4096])
 @pytest.mark.parametrize("most", [1, 20, 44, 300])
-def test_chunks_of_exponentials(rows: int, hidden: int, most: int) -> None:
+def test_chunks_of_exponentials(rows: int, hidden: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of about as many rows as are wanted, and never more than may be; tiles of d_input leave few without work."""
     processors, blocks = 132, tiles.cdiv(rows, 128)
-    tile = tiles.DESCRIBED["d_input"][0] if hidden % 256 == 0 else tiles.NARROW_INPUT
+    monkeypatch.setattr(tiles, "machine", lambda device: tiles.Machine("hopper", processors, True))
+    tile = tiles.described("d_input", meta(rows, hidden, dtype=torch.bfloat16))
     columns, wanted = tiles.cdiv(hidden, tile.vocab), max(1.4 * hidden, rows / 7, 1024) / 128
 
     def work(chunks: int) -> float:
@@ -99,25 +100,34 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not func.is_view:
+        if isinstance(result, Tensor) and not func.is_view and not func._schema.is_mutable:
             self.bytes += result.nbytes
         return result
 
 
-@pytest.mark.parametrize("mebibytes", [140, 153, 256, 267, 600])
+FEW_ROWS = (2048, 4096, 32000), (1024, 4096, 128256), (8192, 2304, 256000), (4096, 2048, 50257), (16384, 896, 151936)
+MANY_ROWS = (
+    ((262144, 464, 32000), 400), ((262144, 512, 32000), 400), ((262144, 976, 32000), 400), ((262144, 2000, 32000), 600),
+    ((131072, 976, 128256), 256), ((131072, 2000, 128256), 400), ((131072, 2064, 128256), 600),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    "shape",
-    [(2048, 4096, 32000), (1024, 4096, 128256), (8192, 2304, 256000), (4096, 2048, 50257), (16384, 896, 151936)],
+    ("shape", "mebibytes"), [*itertools.product(FEW_ROWS, (140, 153, 256, 267, 600)), *MANY_ROWS], ids=str
 )
-def test_gradients_within_memory(shape: tuple[int, int, int], mebibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_within_memory(
+    shape: tuple[int, int, int], mebibytes: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiles, "machine", lambda device: tiles.Machine("hopper", 132, True))
     monkeypatch.setattr(launcher, "launch", lambda *args, **options: None)
     monkeypatch.setattr(recorder, "MOST_STEPS", -1)
     rows, hidden, vocab = shape
     x, w = meta(rows, hidden, dtype=torch.bfloat16), meta(vocab, hidden, dtype=torch.bfloat16)
-    operands = x, w, None, meta(rows, 1, dtype=torch.int64), None, 1.0
+    b = meta(vocab, dtype=torch.bfloat16) if bias else None
+    operands = x, w, b, meta(rows, 1, dtype=torch.int64), None, 1.0
     upstream = meta(rows), meta(rows, 1), None
     with Allocated() as allocated:
-        arguments = *operands, meta(rows), meta(rows), *upstream, True, True, False
+        arguments = *operands, meta(rows), meta(rows), *upstream, True, True, bias
         grads = cuda.linear_stats_backward(*arguments, memory=mebibytes << 20)
     assert allocated.bytes - sum(grad.nbytes for grad in grads) <= mebibytes << 20

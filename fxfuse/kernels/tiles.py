@@ -211,8 +211,8 @@ def adds_class_sums(input: Tensor) -> bool:
 def of_input_sums(input: Tensor, most: int) -> Tile | None:
     """The tile in which warpgroups that share it add to d_input's sums of chunks of ``most`` rows.
 
-    None where there are no such kernels, or where the programs would have too little to do in the last wave for so
-    few: nothing is cut there as in ``d_input``'s.
+    None where there are no such kernels, where columns of tiles would have much past the hidden units, or where the
+    programs would have too little to do in the last wave for so few rows: nothing is cut there as in ``d_input``'s.
     """
     tile = TOGETHER["input_sums"]
     hidden = input.shape[1]

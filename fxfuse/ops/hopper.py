@@ -48,6 +48,8 @@ WINDOWED_BYTES, LEAST_WINDOW_BYTES = 600 << 20, 256 << 20
 # Within little memory: classes of a window that rows are not cut for, and sizes that no bound goes below.
 WIDE_WINDOW, LEAST_CLASSES, LEAST_ROWS = 4096, 1024, 1024
 SMALL_BYTES = 4 << 20
+# Of each row: its place in the list, statistics and upstream gradients; and of each index, its logit and the like.
+BYTES_OF_A_ROW, BYTES_OF_AN_INDEX = 24, 12
 # Entries of products from which on storing them ourselves costs a host that is waited for no more than a pass over them
 # for their statistics costs the device.
 LEAST_STORED = 1 << 29
@@ -75,7 +77,9 @@ class _Gradients:
     ) -> None:
         """From known statistics, window by window of the gradient of the logits, see ``_windows``."""
         call = self.call
-        most, classes = _windows(call, memory, 0 if self.d_bias is None else self.d_bias.nbytes)
+        # The parts of d_bias, and their sum.
+        beside = 0 if self.d_bias is None else self.d_bias.nbytes + 4 * call.vocab
+        most, classes = _windows(call, memory, beside)
         rows, windows = call.cut(listed, most), call.windows(classes)
         d_input = call.input_sum(self.d_input, len(windows), rows.most)
         low = call.weight_sum(self.d_weight[windows[0]], rows.chunks).low
@@ -251,10 +255,11 @@ def _windows(call: Call, memory: int, beside: int) -> tuple[int, int]:
     most, cuts = call.whole_blocks(call.rows), 1
 
     def left(memory: int) -> int:
-        # Beside further bits of d_input, its cut tiles, lists of rows, and the rows gathered.
-        bits, parts = call.rows * call.hidden, 4 * call.parts_size()
-        sums = max(bits, parts) if tiles.of_input_sums(call.input, most) else bits + parts
-        return max(0, memory - sums - beside - SMALL_BYTES - most * call.hidden * size)
+        # Beside further bits of d_input, its cut tiles, the rows gathered, and what there is of each row.
+        low, parts = call.low_of_input(most), 4 * call.parts_size()
+        sums = max(low, parts) if tiles.of_input_sums(call.input, most) else low + parts
+        of_rows = (BYTES_OF_A_ROW + BYTES_OF_AN_INDEX * call.index.shape[1]) * call.rows
+        return max(0, memory - sums - beside - of_rows - SMALL_BYTES - most * call.hidden * size)
 
     if memory == 0:
         if call.rows > call.vocab:
@@ -262,7 +267,7 @@ def _windows(call: Call, memory: int, beside: int) -> tuple[int, int]:
         window = max(LEAST_WINDOW_BYTES, min(most * call.vocab * size // WINDOW_SHARE, left(WINDOWED_BYTES)))
         return call.rows, max(1, window // (most * size))
     while True:
-        each = most * size + (call.hidden if cuts > 1 else 0)
+        each = most * size + (call.low_of_weight(LEAST_CLASSES) // LEAST_CLASSES if cuts > 1 else 0)
         classes = min(left(memory) // each, LEAST_WINDOW_BYTES // (most * size))
         if classes >= WIDE_WINDOW or most <= LEAST_ROWS:
             return most, max(classes, LEAST_CLASSES)

@@ -293,7 +293,7 @@ def kernel_for(kernel: Any, tile: tiles.Tile) -> Any:
 
 
 def rows_at_a_time(tile: tiles.Tile) -> int:
-    """Rows of a tile that are loaded, or stored, at a time."""
+    """Rows of a tile that are loaded, or stored, at a time; a tall one's operand comes by its columns."""
     return tiles.PIECE if tile.together else tile.rows
 
 

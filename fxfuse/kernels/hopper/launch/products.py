@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,18 +24,32 @@ class Products(Described):
 
     def weight_sum(self, out: Tensor, terms: int) -> Sum:
         """d_weight, or each of its windows if ``out [W, D]`` is the largest, to be added up of so many products."""
+        return self._sum(out, terms, self._tile_of_weight_sums())
+
+    def _tile_of_weight_sums(self) -> tiles.Tile | None:
         tile = tiles.described("d_weight", self.input)
-        return self._sum(out, terms, tile if tile.takes_turns else None)
+        return tile if tile.takes_turns else None
 
     def _sum(self, out: Tensor, terms: int, tile: tiles.Tile | None) -> Sum:
         """A sum that is ``in_pieces`` if it is to be added to in such tiles."""
         if terms == 1 or out.element_size() != 2 or out.numel() == 0:
             return Sum(out, None)
+        return Sum(out, self.empty(*self._low_shape(out.shape[0], tile), dtype=torch.int8))
+
+    def _low_shape(self, rows: int, tile: tiles.Tile | None) -> tuple[int, ...]:
+        """The shape of a sum's further bits, a byte each."""
         if tile is None:
-            return Sum(out, torch.empty_like(out, dtype=torch.int8))
-        piece, blocks = tiles.PIECE, tiles.cdiv(out.shape[0], tile.rows)
-        pieces = blocks * (tile.rows // piece), tiles.cdiv(self.hidden, piece)
-        return Sum(out, self.empty(*pieces, piece, piece, dtype=torch.int8))
+            return rows, self.hidden
+        piece, blocks = tiles.PIECE, tiles.cdiv(rows, tile.rows)
+        return blocks * (tile.rows // piece), tiles.cdiv(self.hidden, piece), piece, piece
+
+    def low_of_input(self, most: int) -> int:
+        """Bytes of the further bits of ``input_sum``."""
+        return math.prod(self._low_shape(self.rows, tiles.of_input_sums(self.input, most)))
+
+    def low_of_weight(self, classes: int) -> int:
+        """Bytes of those of ``weight_sum`` for so many classes."""
+        return math.prod(self._low_shape(classes, self._tile_of_weight_sums()))
 
     def add_input(
         self,
