@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from . import compat, errors
 from .attention import leave_masks_out
@@ -19,6 +19,7 @@ from .graph import rewrite
 from .lowering import lower
 from .options import PREFIX, Options
 from .recompute import keep_what_is_read
+from .rehearsal import Rehearsals
 from .report import announce
 from .report.captured import captured
 from .report.records import Watched, journal
@@ -80,9 +81,17 @@ def fxfuse(
         nested = compat.is_nested(gm)  # such graphs are parted on their own
         compat.change_in_inductor(inner, lower, nested, fingerprint())
         wanted = own.recompute and not nested
-        recomputed = wanted and compat.change_joint_in_inductor(inner, keep_what_is_read, fingerprint())
-        with compat.cache_key(fingerprint()), compat.recomputed(recomputed):
-            run = inner(gm, example_inputs)
+        with Rehearsals() as rehearsals:
+
+            def change(graph: Graph) -> None:
+                rehearsals.begin(graph)
+                if wanted and compat.is_joint(graph):
+                    keep_what_is_read(graph)
+
+            tag = fingerprint() + "-recomputing" * wanted
+            changes = compat.change_joint_in_inductor(inner, change, tag)
+            with compat.cache_key(fingerprint()), compat.recomputed(wanted and changes):
+                run = inner(gm, example_inputs)
     if escapes:
         assert isinstance(results, (tuple, list))
         run = restored(run, len(results), escapes, own.min_logits_bytes, own.memory)

@@ -351,7 +351,7 @@ def recomputed(wanted: bool) -> Iterator[None]:
 
 
 def change_joint_in_inductor(inner: Callable[..., Any], change: Callable[[Graph], None], tag: str) -> bool:
-    """Let ``inner``, if it is Inductor, ``change`` each joint graph of forward and backward before it is parted.
+    """Let ``inner``, if it is Inductor, ``change`` each graph that AOTAutograd makes before forward and backward part.
 
     Returns:
         whether it will; not where the program has set a pass for that moment.
@@ -363,11 +363,7 @@ def change_joint_in_inductor(inner: Callable[..., Any], change: Callable[[Graph]
     if config.joint_custom_pre_pass is not None or "joint_custom_pre_pass" in inner.config:
         return False
 
-    def changed(graph: Graph) -> None:
-        if is_joint(graph):  # and not one without gradients
-            change(graph)
-
-    inner.config["joint_custom_pre_pass"] = _graph_pass(changed, tag)
+    inner.config["joint_custom_pre_pass"] = _graph_pass(change, tag)
     return True
 
 

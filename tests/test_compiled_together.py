@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from fxfuse import backend, ops
+from fxfuse.rehearsal import Rehearsals
 
 triton = pytest.importorskip("triton")
 
@@ -198,3 +209,231 @@ def test_triton_compiles_what_an_op_launches(an_h200: None) -> None:
     for kernel in (stats.merge_kernel, pingpong.stats_kernel):
         (compiled,) = kernel.device_caches[0][0].values()
         assert compiled.asm["cubin"][:4] == b"\x7fELF"
+
+
+# --- before there is a call -----------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rehearsal asks of the device it is for."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+
+def test_a_rehearsal_launches_nothing(diary: list[str], no_device: None) -> None:
+    a, b = Kernel("a", diary), Kernel("b", diary)
+    meant = []
+
+    def op(kernel: Kernel) -> None:
+        meant.append(tiles._meant.get())
+        launcher.launch(0, kernel, (1,), 0)
+
+    def broken() -> None:
+        raise ValueError
+
+    launcher.rehearse(CUDA, [lambda: op(a), broken, lambda: op(b)])()
+    assert diary == ["compile a", "compile b"] and not launcher._compiled
+    assert meant == [CUDA, CUDA] and tiles._meant.get() is None and launcher._mode.get() == ""
+
+
+@pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
+def test_a_rehearsal_goes_on_until_it_is_waited_for(monkeypatch: pytest.MonkeyPatch, no_device: None) -> None:
+    """And what comes meanwhile is not in Triton's mode."""
+    from triton.runtime._async_compile import active_mode
+
+    may_end, diary = threading.Event(), []
+
+    class Slow(Kernel):
+        def warmup(self, *_: Any, grid: Any) -> None:
+            mode = active_mode.get()
+            assert mode is not None
+            mode.submit("key", lambda: mock.Mock(wait=may_end.wait(60)), lambda _: diary.append("compiled"))
+
+    monkeypatch.setattr(launcher, "JITFunction", Kernel)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    wait = launcher.rehearse(CUDA, [lambda: launcher.launch(0, Slow("a", []), (1,), 0)])
+    assert active_mode.get() is None and not diary
+    may_end.set()
+    wait()
+    assert diary == ["compiled"] and active_mode.get() is None
+
+
+def graph_on(device: torch.device, function: Any, *args: Tensor, mode: str = "fake") -> torch.fx.Graph:
+    """Of tensors that are on ``device``, which need not be there."""
+    graph = make_fx(function, tracing_mode=mode)(*args).graph
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            shape, stride = value.shape, value.stride()
+            with value.fake_mode:
+                alike = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+            node.meta["val"] = FakeTensor(value.fake_mode, alike, device)
+    return graph
+
+
+def losses(dtype: torch.dtype, rows: int = 256, hidden: int = 512, vocab: int = 1000) -> torch.fx.Graph:
+    """A loss that keeps exponentials, one that does not, and gradients of a statistic, of tensors on a GPU."""
+
+    def function(x: Tensor, w: Tensor, y: Tensor, c: Tensor, g: Tensor) -> list[Tensor]:
+        index = ops.check_index(y, vocab, -100)[:, None]
+        head = x, w, None, index, None
+        needs = True, True, False
+        loss, *kept = ops.linear_loss_exponentials(*head, 1.0, None, c, None)
+        grads = ops.linear_loss_exponentials_backward(*head, 1.0, None, g, *kept, *needs)
+        other, d_input, *_ = ops.linear_loss(*head, 2.0, None, c, None, *needs)
+        lse, *_, residual, _, _, _ = ops.linear_stats(*head, 1.0, False, True)
+        of_rows = ops.linear_stats_backward(*head, 1.0, lse, residual, lse, c, None, *needs)
+        return [loss, *grads, other, ops.scaled(d_input, g), *of_rows]
+
+    x, w = (torch.empty(n, hidden, dtype=dtype) for n in (rows, vocab))
+    y, c, g = torch.zeros(rows, dtype=torch.int64), torch.empty(rows, 1), torch.empty(())
+    return graph_on(CUDA, function, x, w, y, c, g)
+
+
+def looks(arg: Any) -> Any:
+    """What Triton compiles a kernel for."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0, arg < 2**31
+    return (type(arg), looks(arg.base), *map(str, arg.block_shape)) if hasattr(arg, "base") else arg
+
+
+@pytest.fixture
+def asked(an_h200: None, monkeypatch: pytest.MonkeyPatch, no_device: None) -> list[Any]:
+    """What is asked for in rehearsals of an H200, of which nothing is compiled."""
+    found: list[Any] = []
+
+    def warmup(kernel: Any, *args: Any, grid: Any, **constants: Any) -> None:
+        found.append((kernel.__name__, *map(looks, args), constants))
+
+    monkeypatch.setattr(triton.runtime.JITFunction, "warmup", warmup)
+    monkeypatch.setattr(launcher, "AsyncCompileMode", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "has_triton", lambda _: True)
+    return found
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
+def test_tensors_without_memory_ask_for_the_kernels_that_others_ask_for(asked: list[Any]) -> None:
+    with Rehearsals() as rehearsals:
+        rehearsals.begin(losses(torch.bfloat16))
+    of_graph = list(asked)
+    asked.clear()
+
+    def with_memory(node: torch.fx.Node) -> Tensor:
+        value = node.meta["val"]
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+    for node in reversed(losses(torch.bfloat16).nodes):
+        if node.target in ops.rehearsed:
+            args, kwargs = map_arg((node.args, node.kwargs), with_memory)
+            launcher._in_mode("rehearse", ops.rehearsed[node.target], *args, **kwargs)
+
+    def known(kernels: list[Any]) -> list[Any]:
+        """Launches overlap on GPUs alone."""
+        overlaps = {"PDL", "launch_pdl"}
+        return [(*rest, {k: v for k, v in last.items() if k not in overlaps}) for *rest, last in kernels]
+
+    assert known(of_graph) == known(asked)
+    names = {name for name, *_ in of_graph}
+    assert {"clean_kernel", "scale_kernel", "d_weight_kernel", "finish_kernel", "dlogits_kernel"} <= names
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
+@pytest.mark.parametrize("dtype, hidden", [(torch.float32, 512), (torch.bfloat16, 100)])
+def test_what_goes_the_general_way_is_not_rehearsed(asked: list[Any], dtype: torch.dtype, hidden: int) -> None:
+    """Which launches kernels in other ways: of memory that is not there."""
+    with Rehearsals() as rehearsals:
+        rehearsals.begin(losses(dtype, hidden=hidden))
+    assert {name for name, *_ in asked} == {"clean_kernel", "scale_kernel"}
+
+
+def test_only_ops_on_a_gpu_whose_sizes_are_known_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(launcher, "rehearse", lambda device, calls: begun.append((device, len(calls))) or begun.clear)
+    monkeypatch.setattr(cuda, "has_triton", lambda _: True)
+
+    def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return ops.linear_stats(x, w, None, y, None, 1.0, False, False)[0]
+
+    x, w, y = torch.empty(256, 512), torch.empty(1000, 512), torch.zeros(256, 1, dtype=torch.int64)
+    graph = graph_on(CUDA, loss, x, w, y)
+    with Rehearsals() as rehearsals:
+        rehearsals.begin(graph_on(torch.device("cpu"), loss, x, w, y))
+        rehearsals.begin(graph_on(CUDA, loss, x, w, y, mode="symbolic"))
+        assert not begun
+        rehearsals.begin(graph)
+        assert begun == [(CUDA, 1)]
+    assert not begun  # it was waited for
+    monkeypatch.setattr(cuda, "has_triton", lambda _: False)
+    with Rehearsals() as rehearsals:
+        rehearsals.begin(graph)
+    assert not begun
+
+
+@pytest.mark.slow
+def test_forward_and_backward_are_rehearsed_before_inductor_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    diary: list[str] = []
+
+    class Watched(Rehearsals):
+        def begin(self, graph: torch.fx.Graph) -> None:
+            diary.extend(node.target.name() for node in graph.nodes if node.target in ops.rehearsed)
+            super().begin(graph)
+
+        def __exit__(self, *details: Any) -> Any:
+            diary.append("done")
+            return super().__exit__(*details)
+
+    monkeypatch.setattr(backend, "Rehearsals", Watched)
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    x, w = torch.randn(64, 16, requires_grad=True), torch.randn(500, 16)
+    for recompute in (True, False):
+        options = {"fxfuse.min_logits_bytes": 0, "fxfuse.recompute": recompute}
+        torch._dynamo.reset()
+        loss = torch.compile(lambda: F.linear(x, w).logsumexp(-1).sum(), backend="fxfuse", options=options)
+        loss().backward()
+        assert diary == ["fxfuse::linear_stats", "fxfuse::linear_stats_backward", "done"]
+        diary.clear()
+    with torch.no_grad():
+        loss()
+    assert diary == ["fxfuse::linear_stats", "done"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
+@pytest.mark.parametrize("rows", [256, 1024])
+def test_all_kernels_are_there_once_a_model_is_compiled(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Of losses that keep exponentials for the backward, and of those that do not."""
+    if not tiles.machine(CUDA).takes_turns:
+        pytest.skip("needs Hopper")
+    compiled: list[str] = []
+    before: list[str] = []
+    for module in [module for name, module in sys.modules.items() if name.startswith("fxfuse.kernels.")]:
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.runtime.JITFunction):  # which other tests may have compiled
+                monkeypatch.setattr(kernel, "device_caches", collections.defaultdict(kernel.create_binder))
+    monkeypatch.setattr(launcher, "_compiled", {})
+
+    def listener(*, src: Any, **_: Any) -> None:
+        compiled.append(src.fn.__name__)
+
+    class Watched(Rehearsals):
+        def __exit__(self, *details: Any) -> Any:
+            super().__exit__(*details)
+            before.extend(compiled)
+            compiled.clear()
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    monkeypatch.setattr(backend, "Rehearsals", Watched)
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    x = torch.randn(rows, 528, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(2003 + rows, 528, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = torch.randint(2003, (rows,), device="cuda")
+    options = {"fxfuse.min_logits_bytes": 0}
+    loss = torch.compile(lambda: F.cross_entropy(F.linear(x, w).float(), y), backend="fxfuse", options=options)()
+    loss.backward()
+    assert [name for name in compiled if not name.startswith("triton_")] == []
+    assert {"finish_kernel", "exponentials_kernel", "d_weight_kernel", "merge_kernel"} <= {*before}

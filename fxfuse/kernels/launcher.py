@@ -6,14 +6,16 @@ kernels here. This keeps what it found, under the call's constants and a signatu
 A kernel takes Triton one to three seconds to compile. Of a call that launches a dozen new ones, ``compiled_together``
 makes a rehearsal that launches nothing: Triton is asked for each kernel and compiles them in threads, which also make
 them ready to be launched: Triton 3.6 has a C compiler make a function for each, which it would ask for one by one.
+``rehearse`` does that before there is such a call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -24,6 +26,7 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from .. import compat
+from . import tiles
 
 try:
     from triton.runtime._async_compile import AsyncCompileMode
@@ -177,12 +180,43 @@ def compiled_together(op: Callable[..., R]) -> Callable[..., R]:
             return _in_mode("ask", op, *args, **kwargs)
         # A rehearsal has no place in a CUDA graph.
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            # What does not compile or load says so where it is launched: here it would leave Triton in this mode.
-            with _Compilers() as threads, AsyncCompileMode(threads, ignore_errors=True):
+            with _in_threads():
                 _in_mode("rehearse", op, *args, **kwargs)
         return _in_mode("launch", op, *args, **kwargs)
 
     return begun_anew
+
+
+def rehearse(device: torch.device, ops: Iterable[Callable[[], object]]) -> Callable[[], None]:
+    """Begin to compile what ops would launch on ``device``; the function that is returned waits until all is compiled.
+
+    The ops are of tensors without memory, on the device ``meta``. Each launches by ``launch`` alone, as those do that
+    are ``compiled_together``.
+    """
+    if AsyncCompileMode is None:
+        return lambda: None
+    context = contextvars.copy_context()  # Triton's mode is for these alone, not for what comes until it is left
+
+    def begin() -> Callable[[], None]:
+        with contextlib.ExitStack() as stack:
+            with torch.cuda.device(device), tiles.meant(device), compat.disable_dispatch_modes():
+                stack.enter_context(_in_threads())
+                for op in ops:
+                    with contextlib.suppress(Exception):  # it says so when it is called
+                        _in_mode("rehearse", op)
+            return stack.pop_all().close
+
+    return functools.partial(context.run, context.run(begin))
+
+
+@contextlib.contextmanager
+def _in_threads() -> Iterator[None]:
+    """What Triton is asked for meanwhile is compiled in threads, and is at the end.
+
+    What does not compile or load says so where it is launched: here it would leave Triton in this mode.
+    """
+    with _Compilers() as threads, AsyncCompileMode(threads, ignore_errors=True):
+        yield
 
 
 class _Compilers(ThreadPoolExecutor):

@@ -5,8 +5,11 @@ No Triton is imported here, and nothing here waits for a device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -67,9 +70,26 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@functools.cache
+_meant: ContextVar[torch.device | None] = ContextVar("meant", default=None)
+
+
+@contextlib.contextmanager
+def meant(device: torch.device) -> Iterator[None]:
+    """Meanwhile tensors without memory, on the device ``meta``, stand for some that are on ``device``."""
+    token = _meant.set(device)
+    try:
+        yield
+    finally:
+        _meant.reset(token)
+
+
 def machine(device: torch.device) -> Machine:
     """What ``device`` is; a CPU stands for Triton's interpreter, given enough processors to make it split."""
+    return _machine(_meant.get() or device if device.type == "meta" else device)
+
+
+@functools.cache
+def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return Machine("interpreter", 6)
     properties = torch.cuda.get_device_properties(device)

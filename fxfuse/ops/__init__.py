@@ -28,6 +28,7 @@ from .divergence import linear_divergence_backward
 from .library import NEEDS, backward_fake, differentiable, gradients_fake, implement, lib, refuse_second_order
 from .library import beneath_autograd as beneath_autograd
 from .scaling import scale_ as scale_
+from .scaling import scale_cuda_
 from .scaling import scaled as scaled
 from .softmax import linear_softmax as linear_softmax
 from .softmax import linear_softmax_backward
@@ -294,3 +295,8 @@ for _op, _cpu, _cuda in _on_both:
     implement(_op, "cuda", _cuda)
 for _op, _cuda in _on_gpus:
     implement(_op, "cuda", _cuda)
+
+# What can be rehearsed (``kernels.launcher.rehearse``), by the op: ``scaled`` becomes ``scale_`` where it can.
+rehearsed: dict[OpOverload, Any] = {check_index: _check_index_cuda, scaled: scale_cuda_}
+for _op, _cuda in ((op, on_cuda) for op, *_, on_cuda in (*_on_both, *_on_gpus[:2])):
+    rehearsed[_op] = cuda.where_described(_cuda)

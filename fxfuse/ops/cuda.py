@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -256,8 +257,7 @@ class GpuOperands(Operands):
         return cls(input, weight, contiguous(bias), index, contiguous(class_weight), float(scale), transform)
 
     def is_described(self) -> bool:
-        """Whether ``hopper`` takes these operands."""
-        return tiles.has_descriptors(self.input) and hopper().takes(self.input, self.weight)
+        return is_described(self.input, self.weight)
 
     def call(self) -> Any:
         return hopper().Call(*self.leaves)
@@ -437,6 +437,22 @@ def has_kernels(input: Tensor, weight: Tensor) -> bool:
     if input.dtype not in (torch.float16, torch.bfloat16, torch.float32) or weight.dtype != input.dtype:
         return False
     return has_triton(input.device)
+
+
+def is_described(input: Tensor, weight: Tensor) -> bool:
+    """Whether ``hopper`` takes these operands."""
+    return tiles.has_descriptors(input) and hopper().takes(input, weight)
+
+
+def where_described(op: Callable[..., Any]) -> Callable[..., None]:
+    """``op``, which only acts if ``hopper`` takes its operands: the general way launches what it likes."""
+
+    @functools.wraps(op)
+    def run(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        if has_kernels(input, weight) and is_described(input, weight):
+            op(input, weight, *args, **kwargs)
+
+    return run
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
