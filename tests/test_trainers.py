@@ -299,8 +299,12 @@ def test_fabric(inside: bool) -> None:
 
 @pytest.mark.slow
 def test_trl(tmp_path: Path) -> None:
-    """Its trainer has a loss of its own, which computes logits in chunks, with their accuracy and entropy."""
+    """Its trainer has a loss of its own, which computes logits in chunks, with their accuracy and entropy.
+
+    From 1.15 on it computes these in an autograd function, of which there is nothing to fuse.
+    """
     trl = pytest.importorskip("trl")
+    fuses_itself = hasattr(pytest.importorskip("trl.trainer.utils"), "add_fused_lm_head")
     datasets = pytest.importorskip("datasets")
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))])}
     tokenizers = pytest.importorskip("tokenizers")
@@ -329,7 +333,7 @@ def test_trl(tmp_path: Path) -> None:
 
     with new_sites() as sites:
         ours, logged = run(True)
-    assert {site.status for site in sites} == {"fused"}
+    assert {site.status for site in sites} == (set() if fuses_itself else {"fused"})
     eager, expected = run(False)
     assert len(expected) == 3
     torch.testing.assert_close(torch.tensor(logged), torch.tensor(expected), rtol=1e-4, atol=1e-4)
