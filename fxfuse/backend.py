@@ -89,7 +89,7 @@ def fxfuse(
                     keep_what_is_read(graph)
 
             tag = fingerprint() + "-recomputing" * wanted
-            changes = compat.change_joint_in_inductor(inner, change, tag)
+            changes = compat.change_early_in_inductor(inner, change, tag)
             with compat.cache_key(fingerprint()), compat.recomputed(wanted and changes):
                 run = inner(gm, example_inputs)
     if escapes:

@@ -350,8 +350,10 @@ def recomputed(wanted: bool) -> Iterator[None]:
         yield
 
 
-def change_joint_in_inductor(inner: Callable[..., Any], change: Callable[[Graph], None], tag: str) -> bool:
-    """Let ``inner``, if it is Inductor, ``change`` each graph that AOTAutograd makes before forward and backward part.
+def change_early_in_inductor(inner: Callable[..., Any], change: Callable[[Graph], None], tag: str) -> bool:
+    """Let ``inner``, if it is Inductor, ``change`` each graph of AOTAutograd before anything else does.
+
+    One of a forward and its backward is whole then.
 
     Returns:
         whether it will; not where the program has set a pass for that moment.

@@ -8,6 +8,7 @@ either. So the ops of that graph are rehearsed then, on tensors without memory, 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,22 +20,47 @@ from torch.fx.node import map_arg
 from . import ops
 from .ops import cuda
 
+log = logging.getLogger("fxfuse")
 
-class Rehearsals(contextlib.ExitStack):
-    """Of the ops in graphs that are compiled until this is left, which waits for their kernels."""
+
+class Rehearsals:
+    """Of the ops in graphs that are compiled until this is left, which waits for their kernels.
+
+    Nothing depends on it: a kernel that could not be compiled says so where it is launched.
+    """
+
+    def __init__(self) -> None:
+        self._waits: list[Callable[[bool], None]] = []
+
+    def __enter__(self) -> Rehearsals:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for wait in self._waits:
+            with _best_effort():
+                wait(error is not None)
 
     def begin(self, graph: Graph) -> None:
         """Begin to compile what the ops of ``graph`` will launch, of those whose sizes are known."""
-        # Those of the backward take longest, so they come first.
-        calls = [*_calls(graph)][::-1]
-        for device in {call.device for call in calls if cuda.has_triton(call.device)}:
-            from .kernels.launcher import rehearse  # imports Triton
+        with _best_effort():
+            # Those of the backward take longest, so they come first.
+            calls = [*_calls(graph)][::-1]
+            for device in {call.device for call in calls if cuda.has_triton(call.device)}:
+                from .kernels.launcher import rehearse  # imports Triton
 
-            self.callback(rehearse(device, [call.rehearsed for call in calls if call.device == device]))
+                self._waits.append(rehearse(device, [call.rehearse for call in calls if call.device == device]))
 
 
-class _Looks(NamedTuple):
-    """What a tensor looks like."""
+@contextlib.contextmanager
+def _best_effort() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        log.debug("kernels are not compiled beforehand: %s: %s", type(error).__name__, error)
+
+
+class _Layout(NamedTuple):
+    """All that is known of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -47,16 +73,16 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def rehearsed(self) -> None:
+    def rehearse(self) -> None:
         self.op(*map(_without_memory, self.args), **{name: _without_memory(arg) for name, arg in self.kwargs.items()})
 
 
 def _calls(graph: Graph) -> Iterator[_Call]:
     for node in graph.nodes:
-        op = ops.rehearsed.get(node.target)
+        op = ops.can_be_rehearsed.get(node.target)
         given = [argument.meta.get("val") for argument in node.all_input_nodes]
         if op is not None and all(map(_is_known, given)) and given[0].is_cuda:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda argument: _looks(argument.meta["val"]))
+            args, kwargs = map_arg((node.args, node.kwargs), lambda argument: _layout_of(argument.meta["val"]))
             yield _Call(given[0].device, op, args, kwargs)
 
 
@@ -64,11 +90,11 @@ def _is_known(value: Any) -> bool:
     return isinstance(value, Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
 
 
-def _looks(tensor: Tensor) -> _Looks:
-    return _Looks(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+def _layout_of(tensor: Tensor) -> _Layout:
+    return _Layout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _without_memory(value: Any) -> Any:
-    if isinstance(value, _Looks):
+    if isinstance(value, _Layout):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
     return value

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import inspect
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -28,7 +30,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from fxfuse.kernels import launcher, tiles  # noqa: E402
+from fxfuse.kernels import launcher, recorder, tiles  # noqa: E402
 from fxfuse.kernels.hopper import stats  # noqa: E402
 from fxfuse.ops import cuda, hopper  # noqa: E402
 
@@ -53,6 +55,16 @@ class Kernel:
         return self
 
     run = __call__
+
+
+def submit(compile: Any, finalize: Any) -> Any:
+    """What a kernel asks of Triton's mode; Triton 3.9 wants to be told how to clean up, too."""
+    from triton.runtime._async_compile import active_mode
+
+    mode = active_mode.get()
+    assert mode is not None
+    more = len(inspect.signature(mode.submit).parameters) - 3
+    return mode.submit(object(), compile, finalize, *[lambda *_: None] * more)
 
 
 @pytest.fixture
@@ -130,9 +142,7 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
 
     class Broken(Kernel):
         def warmup(self, *_: Any, grid: Any) -> None:
-            mode = active_mode.get()
-            assert mode is not None
-            mode.submit("key", lambda: 1 / 0, lambda _: None)
+            submit(lambda: 1 / 0, lambda _: None)
 
         def __call__(self, *_: Any) -> Kernel:
             raise SyntaxError(self.name)
@@ -149,8 +159,6 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("loads", [True, False])
 def test_kernels_are_loaded_in_threads_too(monkeypatch: pytest.MonkeyPatch, loads: bool) -> None:
     """And what cannot be loaded says so where it is launched, not before."""
-    from triton.runtime._async_compile import active_mode
-
     diary: list[str] = []
 
     class Compiled:
@@ -163,9 +171,7 @@ def test_kernels_are_loaded_in_threads_too(monkeypatch: pytest.MonkeyPatch, load
 
     class Threaded(Kernel):
         def warmup(self, *_: Any, grid: Any) -> None:
-            mode = active_mode.get()
-            assert mode is not None
-            mode.submit("key", Compiled, lambda kernel: diary.append(f"have {type(kernel).__name__}"))
+            submit(Compiled, lambda kernel: diary.append(f"have {type(kernel).__name__}"))
 
     monkeypatch.setattr(launcher, "JITFunction", Kernel)
     monkeypatch.setattr(launcher, "_compiled", {})
@@ -233,7 +239,7 @@ def test_a_rehearsal_launches_nothing(diary: list[str], no_device: None) -> None
     def broken() -> None:
         raise ValueError
 
-    launcher.rehearse(CUDA, [lambda: op(a), broken, lambda: op(b)])()
+    launcher.rehearse(CUDA, [lambda: op(a), broken, lambda: op(b)])(False)
     assert diary == ["compile a", "compile b"] and not launcher._compiled
     assert meant == [CUDA, CUDA] and tiles._meant.get() is None and launcher._mode.get() == ""
 
@@ -247,17 +253,92 @@ def test_a_rehearsal_goes_on_until_it_is_waited_for(monkeypatch: pytest.MonkeyPa
 
     class Slow(Kernel):
         def warmup(self, *_: Any, grid: Any) -> None:
-            mode = active_mode.get()
-            assert mode is not None
-            mode.submit("key", lambda: mock.Mock(wait=may_end.wait(60)), lambda _: diary.append("compiled"))
+            submit(lambda: mock.Mock(wait=may_end.wait(60)), lambda _: diary.append("compiled"))
 
     monkeypatch.setattr(launcher, "JITFunction", Kernel)
     monkeypatch.setattr(launcher, "_compiled", {})
     wait = launcher.rehearse(CUDA, [lambda: launcher.launch(0, Slow("a", []), (1,), 0)])
     assert active_mode.get() is None and not diary
     may_end.set()
-    wait()
+    wait(False)
     assert diary == ["compiled"] and active_mode.get() is None
+
+
+@pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
+def test_what_has_not_begun_need_not_be_waited_for(monkeypatch: pytest.MonkeyPatch, no_device: None) -> None:
+    may_end, diary = threading.Event(), []
+
+    class Slow(Kernel):
+        def warmup(self, *_: Any, grid: Any) -> None:
+            submit(lambda: diary.append(may_end.wait(60)) or mock.Mock(), lambda _: None)
+
+    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher, "MOST_THREADS", 1)
+    wait = launcher.rehearse(CUDA, [lambda: launcher.launch(0, Slow("a", []), (1,), 0)] * 3)
+    threading.Timer(0.2, may_end.set).start()
+    wait(True)
+    assert diary == [True]
+
+
+@pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
+def test_what_fails_is_asked_for_anew(monkeypatch: pytest.MonkeyPatch, no_device: None) -> None:
+    """Triton before 3.9 keeps it, and raises its error whenever it is asked for again."""
+
+    class Failing(Kernel):
+        def __init__(self) -> None:
+            self.device_caches: dict[int, Any] = {0: ({}, "and more")}
+
+        def warmup(self, *_: Any, grid: Any) -> None:
+            cache = self.device_caches[0][0]
+            cache["works"] = submit(mock.Mock, lambda compiled: cache.update(works=compiled))
+            cache["fails"] = submit(lambda: 1 / 0, lambda _: None)
+
+    monkeypatch.setattr(launcher, "_compiled", {})
+    kernel = Failing()
+    launcher.rehearse(CUDA, [lambda: launcher.launch(0, kernel, (1,), 0)])(False)
+    assert [*kernel.device_caches[0][0]] == ["works"]
+
+
+@pytest.mark.parametrize("mode", ["ask", "rehearse", "listen"])
+def test_what_a_finaliser_calls_meanwhile_is_done(diary: list[str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_tapes", {})
+    monkeypatch.setattr(tiles, "dot_precision", lambda _: "")
+    a, b = Kernel("a", diary), Kernel("b", diary)
+
+    @recorder.replayed
+    @launcher.compiled_together
+    def theirs(x: Tensor) -> Tensor:
+        launcher.launch(0, b, (1,), x)
+        return x
+
+    def ours() -> None:
+        theirs(torch.ones(1))
+        launcher.launch(0, a, (1,), 0)
+
+    if mode == "listen":
+        listener = mock.Mock()
+        with launcher.listening(listener):
+            theirs(torch.ones(1))
+        assert not listener.mock_calls
+    elif mode == "ask":
+        launcher.compiled_together(ours)()
+        assert diary[-2:] == ["launch b", "launch a"]
+    else:
+        launcher._in_mode("rehearse", ours)
+        assert diary[-1] == "compile a"
+    assert diary[:2] == ["compile b", "launch b"]
+
+
+def test_a_rehearsal_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise MemoryError
+
+    graph = losses(torch.bfloat16)
+    monkeypatch.setattr(cuda, "has_triton", lambda _: True)
+    for rehearse in (refuse, lambda *_: refuse):  # at once, or once it is waited for
+        monkeypatch.setattr(launcher, "rehearse", rehearse)
+        with Rehearsals() as rehearsals:
+            rehearsals.begin(graph)
 
 
 def graph_on(device: torch.device, function: Any, *args: Tensor, mode: str = "fake") -> torch.fx.Graph:
@@ -302,21 +383,26 @@ def looks(arg: Any) -> Any:
 
 
 @pytest.fixture
-def asked(an_h200: None, monkeypatch: pytest.MonkeyPatch, no_device: None) -> list[Any]:
-    """What is asked for in rehearsals of an H200, of which nothing is compiled."""
+def asked(an_h200: None, monkeypatch: pytest.MonkeyPatch, no_device: None) -> Iterator[list[Any]]:
+    """What is asked for in rehearsals of an H200, of which nothing is compiled, and nothing launched."""
     found: list[Any] = []
 
     def warmup(kernel: Any, *args: Any, grid: Any, **constants: Any) -> None:
         found.append((kernel.__name__, *map(looks, args), constants))
 
+    launched: list[Any] = []
     monkeypatch.setattr(triton.runtime.JITFunction, "warmup", warmup)
+    monkeypatch.setattr(triton.runtime.JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
     monkeypatch.setattr(launcher, "AsyncCompileMode", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "has_triton", lambda _: True)
-    return found
+    yield found
+    assert not launched
 
 
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
-def test_tensors_without_memory_ask_for_the_kernels_that_others_ask_for(asked: list[Any]) -> None:
+def test_tensors_without_memory_ask_for_the_kernels_that_others_ask_for(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Rehearsals() as rehearsals:
         rehearsals.begin(losses(torch.bfloat16))
     of_graph = list(asked)
@@ -326,10 +412,12 @@ def test_tensors_without_memory_ask_for_the_kernels_that_others_ask_for(asked: l
         value = node.meta["val"]
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
+    # Which are not of somebody else here.
+    monkeypatch.setattr(launcher, "undisturbed", lambda replayed, *args: replayed.__wrapped__(*args))
     for node in reversed(losses(torch.bfloat16).nodes):
-        if node.target in ops.rehearsed:
+        if node.target in ops.can_be_rehearsed:
             args, kwargs = map_arg((node.args, node.kwargs), with_memory)
-            launcher._in_mode("rehearse", ops.rehearsed[node.target], *args, **kwargs)
+            launcher._in_mode("rehearse", ops.can_be_rehearsed[node.target], *args, **kwargs)
 
     def known(kernels: list[Any]) -> list[Any]:
         """Launches overlap on GPUs alone."""
@@ -352,7 +440,12 @@ def test_what_goes_the_general_way_is_not_rehearsed(asked: list[Any], dtype: tor
 
 def test_only_ops_on_a_gpu_whose_sizes_are_known_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(launcher, "rehearse", lambda device, calls: begun.append((device, len(calls))) or begun.clear)
+
+    def stopped(stop: bool) -> None:
+        assert not stop
+        begun.clear()
+
+    monkeypatch.setattr(launcher, "rehearse", lambda device, calls: begun.append((device, len(calls))) or stopped)
     monkeypatch.setattr(cuda, "has_triton", lambda _: True)
 
     def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
@@ -374,12 +467,13 @@ def test_only_ops_on_a_gpu_whose_sizes_are_known_are_rehearsed(monkeypatch: pyte
 
 
 @pytest.mark.slow
+@inductor_config.patch(force_disable_caches=True)
 def test_forward_and_backward_are_rehearsed_before_inductor_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     diary: list[str] = []
 
     class Watched(Rehearsals):
         def begin(self, graph: torch.fx.Graph) -> None:
-            diary.extend(node.target.name() for node in graph.nodes if node.target in ops.rehearsed)
+            diary.extend(node.target.name() for node in graph.nodes if node.target in ops.can_be_rehearsed)
             super().begin(graph)
 
         def __exit__(self, *details: Any) -> Any:
@@ -387,7 +481,6 @@ def test_forward_and_backward_are_rehearsed_before_inductor_begins(monkeypatch: 
             return super().__exit__(*details)
 
     monkeypatch.setattr(backend, "Rehearsals", Watched)
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     x, w = torch.randn(64, 16, requires_grad=True), torch.randn(500, 16)
     for recompute in (True, False):
         options = {"fxfuse.min_logits_bytes": 0, "fxfuse.recompute": recompute}
@@ -404,6 +497,7 @@ def test_forward_and_backward_are_rehearsed_before_inductor_begins(monkeypatch: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
 @pytest.mark.parametrize("rows", [256, 1024])
+@inductor_config.patch(force_disable_caches=True)
 def test_all_kernels_are_there_once_a_model_is_compiled(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Of losses that keep exponentials for the backward, and of those that do not."""
     if not tiles.machine(CUDA).takes_turns:
@@ -427,7 +521,6 @@ def test_all_kernels_are_there_once_a_model_is_compiled(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
     monkeypatch.setattr(backend, "Rehearsals", Watched)
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     torch._dynamo.reset()
     x = torch.randn(rows, 528, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(2003 + rows, 528, device="cuda", dtype=torch.bfloat16, requires_grad=True)

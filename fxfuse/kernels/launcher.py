@@ -16,7 +16,7 @@ import contextvars
 import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -29,9 +29,9 @@ from .. import compat
 from . import tiles
 
 try:
-    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 except ImportError:  # a Triton that does not have it compiles kernels as they come
-    AsyncCompileMode = None
+    AsyncCompileMode = FutureKernel = None
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -41,6 +41,8 @@ MOST_THREADS = 16
 _compiled: dict[Any, _Compiled] = {}
 # "ask": raise _NotCompiled instead of compiling; "rehearse": compile, and launch nothing; "launch" and "": both.
 _mode: ContextVar[str] = ContextVar("mode", default="")
+# The kernels that Triton was asked for while it compiles in threads.
+_asked: ContextVar[list[Any] | None] = ContextVar("asked", default=None)
 # Is told of each launch, and of each kernel that was compiled.
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
@@ -106,6 +108,8 @@ def launch(signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, 
     mode, listener = _mode.get(), _listener.get()
     if mode == "rehearse":
         if found is None:
+            if (asked := _asked.get()) is not None:
+                asked.append(kernel)
             kernel.warmup(*args, grid=grid, **constants)
         return
     if found is None:
@@ -115,6 +119,8 @@ def launch(signature: Hashable, kernel: Any, grid: tuple[int, ...], *args: Any, 
             if mode == "ask":
                 raise _NotCompiled
             compiled = kernel[grid](*args, **constants)
+            if FutureKernel is not None and isinstance(compiled, FutureKernel):  # another thread asked for it
+                compiled = compiled.result()
             last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
             _compiled[key] = _Compiled(compiled, compiled.run, compiled.function, compiled.packed_metadata, last)
             return
@@ -156,6 +162,15 @@ def is_nested() -> bool:
     return _listener.get() is not None or _mode.get() != ""
 
 
+def undisturbed(op: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """``op(*args, **kwargs)``, as if nothing listened and nothing was compiled together.
+
+    No op calls another, so what comes while one is recorded or rehearsed is of somebody else: a finaliser may run
+    anywhere.
+    """
+    return contextvars.Context().run(functools.partial(op, *args, **kwargs))
+
+
 def stream() -> int | None:
     """The current stream; None if somebody, a profiler say, has asked Triton to be told of launches."""
     before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -169,7 +184,8 @@ def compiled_together(op: Callable[..., R]) -> Callable[..., R]:
     """``op``, whose kernels are compiled together when it comes upon the first that is new.
 
     It is then begun anew, so all that it writes to are tensors of its own, or written to as a whole; and while it is
-    rehearsed these hold anything, so nothing but kernels may take indices from them.
+    rehearsed these hold anything, so nothing but kernels may take indices from them. What calls it while another is,
+    as a finaliser may, comes by ``recorder.replayed``, which sees to that.
     """
 
     @functools.wraps(op)
@@ -187,36 +203,59 @@ def compiled_together(op: Callable[..., R]) -> Callable[..., R]:
     return begun_anew
 
 
-def rehearse(device: torch.device, ops: Iterable[Callable[[], object]]) -> Callable[[], None]:
-    """Begin to compile what ops would launch on ``device``; the function that is returned waits until all is compiled.
+def rehearse(device: torch.device, ops: Iterable[Callable[[], object]]) -> Callable[[bool], None]:
+    """Begin to compile what ops would launch on ``device``.
 
     The ops are of tensors without memory, on the device ``meta``. Each launches by ``launch`` alone, as those do that
-    are ``compiled_together``.
+    are ``compiled_together``: anything else would launch a kernel on memory that is not there.
+
+    Returns:
+        what waits until all is compiled; or, given True, until what has been begun is.
     """
     if AsyncCompileMode is None:
-        return lambda: None
+        return lambda stop: None
     context = contextvars.copy_context()  # Triton's mode is for these alone, not for what comes until it is left
 
-    def begin() -> Callable[[], None]:
+    def begin() -> Callable[[bool], None]:
         with contextlib.ExitStack() as stack:
             with torch.cuda.device(device), tiles.meant(device), compat.disable_dispatch_modes():
-                stack.enter_context(_in_threads())
+                threads = stack.enter_context(_in_threads())
                 for op in ops:
                     with contextlib.suppress(Exception):  # it says so when it is called
                         _in_mode("rehearse", op)
-            return stack.pop_all().close
+            rest = stack.pop_all()
 
-    return functools.partial(context.run, context.run(begin))
+        def end(stop: bool) -> None:
+            threads.stopped = stop
+            rest.close()
+
+        return end
+
+    end = context.run(begin)
+    return lambda stop: context.run(end, stop)
 
 
 @contextlib.contextmanager
-def _in_threads() -> Iterator[None]:
+def _in_threads() -> Iterator[_Compilers]:
     """What Triton is asked for meanwhile is compiled in threads, and is at the end.
 
     What does not compile or load says so where it is launched: here it would leave Triton in this mode.
     """
-    with _Compilers() as threads, AsyncCompileMode(threads, ignore_errors=True):
-        yield
+    with _set(_asked, []):
+        try:
+            with _Compilers() as threads, AsyncCompileMode(threads, ignore_errors=True):
+                yield threads
+        finally:
+            _forget_failures()
+
+
+def _forget_failures() -> None:
+    """Of what was asked for: Triton before 3.9 keeps its error, and raises that whenever it is asked again."""
+    for kernel in _asked.get() or ():
+        for cache, *_ in getattr(kernel, "device_caches", {}).values():
+            for key, found in list(cache.items()):
+                if isinstance(found, FutureKernel) and found.kernel is None and found.future.done():
+                    cache.pop(key, None)
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -225,9 +264,12 @@ class _Compilers(ThreadPoolExecutor):
     def __init__(self) -> None:
         super().__init__(min(os.cpu_count() or 1, MOST_THREADS))
         self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.stopped = False
 
     def submit(self, compile: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         def compile_and_load() -> T:
+            if self.stopped:
+                raise CancelledError
             kernel = compile(*args, **kwargs)
             if self.device is not None:
                 torch.cuda.set_device(self.device)  # of this thread

@@ -45,9 +45,10 @@ def replayed(op: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(op)
     def played(*args: Any) -> R:
-        if launcher.is_nested():
-            return op(*args)
         leaves = _leaves(args)
+        if launcher.is_nested():
+            rehearsed = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+            return op(*args) if rehearsed else launcher.undisturbed(played, *args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = (op, tiles.dot_precision(leaves[0].dtype), *map(_look, leaves))
         found = _tapes.get(key, 0)

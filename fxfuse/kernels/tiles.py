@@ -85,7 +85,8 @@ def meant(device: torch.device) -> Iterator[None]:
 
 def machine(device: torch.device) -> Machine:
     """What ``device`` is; a CPU stands for Triton's interpreter, given enough processors to make it split."""
-    return _machine(_meant.get() or device if device.type == "meta" else device)
+    meant = _meant.get() if device.type == "meta" else None
+    return _machine(meant or device)
 
 
 @functools.cache
