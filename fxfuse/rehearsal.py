@@ -80,8 +80,10 @@ class _Call(NamedTuple):
 def _calls(graph: Graph) -> Iterator[_Call]:
     for node in graph.nodes:
         op = ops.can_be_rehearsed.get(node.target)
+        if op is None:
+            continue
         given = [argument.meta.get("val") for argument in node.all_input_nodes]
-        if op is not None and all(map(_is_known, given)) and given[0].is_cuda:
+        if all(map(_is_known, given)) and given[0].is_cuda:
             args, kwargs = map_arg((node.args, node.kwargs), lambda argument: _layout_of(argument.meta["val"]))
             yield _Call(given[0].device, op, args, kwargs)
 

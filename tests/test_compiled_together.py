@@ -233,7 +233,7 @@ def test_a_rehearsal_launches_nothing(diary: list[str], no_device: None) -> None
     meant = []
 
     def op(kernel: Kernel) -> None:
-        meant.append(tiles._meant.get())
+        meant.append(tiles.meant.get())
         launcher.launch(0, kernel, (1,), 0)
 
     def broken() -> None:
@@ -241,7 +241,7 @@ def test_a_rehearsal_launches_nothing(diary: list[str], no_device: None) -> None
 
     launcher.rehearse(CUDA, [lambda: op(a), broken, lambda: op(b)])(False)
     assert diary == ["compile a", "compile b"] and not launcher._compiled
-    assert meant == [CUDA, CUDA] and tiles._meant.get() is None and launcher._mode.get() == ""
+    assert meant == [CUDA, CUDA] and tiles.meant.get() is None and launcher._mode.get() == ""
 
 
 @pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")

@@ -218,7 +218,7 @@ def rehearse(device: torch.device, ops: Iterable[Callable[[], object]]) -> Calla
 
     def begin() -> Callable[[bool], None]:
         with contextlib.ExitStack() as stack:
-            with torch.cuda.device(device), tiles.meant(device), compat.disable_dispatch_modes():
+            with torch.cuda.device(device), _set(tiles.meant, device), compat.disable_dispatch_modes():
                 threads = stack.enter_context(_in_threads())
                 for op in ops:
                     with contextlib.suppress(Exception):  # it says so when it is called

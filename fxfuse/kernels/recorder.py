@@ -47,6 +47,7 @@ def replayed(op: Callable[..., R]) -> Callable[..., R]:
     def played(*args: Any) -> R:
         leaves = _leaves(args)
         if launcher.is_nested():
+            # By ``launcher.rehearse``; anything else has come in between.
             rehearsed = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
             return op(*args) if rehearsed else launcher.undisturbed(played, *args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

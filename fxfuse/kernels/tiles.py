@@ -5,10 +5,8 @@ No Triton is imported here, and nothing here waits for a device.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -70,23 +68,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-_meant: ContextVar[torch.device | None] = ContextVar("meant", default=None)
-
-
-@contextlib.contextmanager
-def meant(device: torch.device) -> Iterator[None]:
-    """Meanwhile tensors without memory, on the device ``meta``, stand for some that are on ``device``."""
-    token = _meant.set(device)
-    try:
-        yield
-    finally:
-        _meant.reset(token)
+# Where tensors without memory, on the device ``meta``, are taken to be.
+meant: ContextVar[torch.device | None] = ContextVar("meant", default=None)
 
 
 def machine(device: torch.device) -> Machine:
     """What ``device`` is; a CPU stands for Triton's interpreter, given enough processors to make it split."""
-    meant = _meant.get() if device.type == "meta" else None
-    return _machine(meant or device)
+    stands_for = meant.get() if device.type == "meta" else None
+    return _machine(stands_for or device)
 
 
 @functools.cache

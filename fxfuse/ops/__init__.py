@@ -297,12 +297,16 @@ for _op, _cuda in _on_gpus:
     implement(_op, "cuda", _cuda)
 
 # What can be rehearsed (``kernels.launcher.rehearse``), by the op: ``scaled`` becomes ``scale_`` where it can.
-can_be_rehearsed: dict[OpOverload, Any] = {check_index: _check_index_cuda, scaled: scale_cuda_}
-for _op, _cuda in (
-    (linear_stats, cuda.linear_stats),
-    (linear_stats_backward, cuda.linear_stats_backward),
-    (linear_loss, cuda.linear_loss),
-    (linear_loss_exponentials, cuda.linear_loss_exponentials),
-    (linear_loss_exponentials_backward, cuda.linear_loss_exponentials_backward),
-):
-    can_be_rehearsed[_op] = cuda.where_described(_cuda)
+_by_op = {op: on_cuda for op, *_, on_cuda in (*_on_both, *_on_gpus)}
+_together = (
+    linear_stats,
+    linear_stats_backward,
+    linear_loss,
+    linear_loss_exponentials,
+    linear_loss_exponentials_backward,
+)
+can_be_rehearsed: dict[OpOverload, Any] = {
+    check_index: _check_index_cuda,
+    scaled: scale_cuda_,
+    **{op: cuda.where_described(_by_op[op]) for op in _together},
+}

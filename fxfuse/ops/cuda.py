@@ -257,7 +257,8 @@ class GpuOperands(Operands):
         return cls(input, weight, contiguous(bias), index, contiguous(class_weight), float(scale), transform)
 
     def is_described(self) -> bool:
-        return is_described(self.input, self.weight)
+        """Whether ``hopper`` takes these operands."""
+        return tiles.has_descriptors(self.input) and hopper().takes(self.input, self.weight)
 
     def call(self) -> Any:
         return hopper().Call(*self.leaves)
@@ -439,18 +440,15 @@ def has_kernels(input: Tensor, weight: Tensor) -> bool:
     return has_triton(input.device)
 
 
-def is_described(input: Tensor, weight: Tensor) -> bool:
-    """Whether ``hopper`` takes these operands."""
-    return tiles.has_descriptors(input) and hopper().takes(input, weight)
-
-
 def where_described(op: Callable[..., Any]) -> Callable[..., None]:
     """``op``, which only acts if ``hopper`` takes its operands: the general way launches what it likes."""
 
     @functools.wraps(op)
-    def run(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
-        if has_kernels(input, weight) and is_described(input, weight):
-            op(input, weight, *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> None:
+        input, weight, bias, index, class_weight, scale, *_ = args  # of all these ops
+        head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform="")
+        if has_kernels(input, weight) and head.is_described():
+            op(*args, **kwargs)
 
     return run
 
