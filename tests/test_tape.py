@@ -40,7 +40,7 @@ class Steps:
         a, b = pair
         out = torch.empty_like(x)
         out.copy_(x * number)
-        rows = torch.zeros(x.shape[0], dtype=x.dtype)
+        rows = torch.zeros(x.shape[0], dtype=x.dtype) - torch.full((x.shape[0],), 3, dtype=x.dtype)
         rows[1:] += a.view(-1)[: x.shape[0] - 1]
         largest, _ = x.t().max(0)
         values = out.unbind(1)[0]
@@ -155,7 +155,7 @@ def test_memory_is_laid_out_as_it_was() -> None:
     def op(x: Tensor) -> tuple[Tensor, ...]:
         made = torch.empty_like(x), torch.zeros_like(x), x.new_zeros((0, 3)), torch.zeros(2, 3, dtype=torch.int32)
         made[0].copy_(x)
-        return *made, torch.empty((0, 2), dtype=torch.float64)
+        return *made, torch.empty((0, 2), dtype=torch.float64), torch.full((2, 3), -1, dtype=torch.int32)
 
     played = recorder.replayed(op)
     for x in (torch.randn(3, 4).t(), torch.randn(3, 4)[:, ::2], torch.randn(4, 3)):

@@ -21,6 +21,9 @@ MOST_POOLED, ALIGNMENT = 1 << 20, 512
 
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 _ZEROS = (torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default)
+_FULL = torch.ops.aten.full.default
+# What does the same as an operator's overload, and sooner.
+_SOONER = {torch.ops.aten.mul.Tensor: torch.mul}
 
 
 class Place(NamedTuple):
@@ -66,7 +69,7 @@ class Called:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.single = isinstance(results, Tensor)
         self.results = range(at, at + (1 if self.single else len(results)))
-        self.allocation = _allocation(func, results) if self.single else None
+        self.allocation = _allocation(func, args, results) if self.single else None
         self.allocates = func in _EMPTY
 
     def needs(self) -> set[int]:
@@ -81,16 +84,18 @@ class Called:
             return f"{results} = {source.name(self.allocation)}()"
         args = [f"v{arg.at}" if isinstance(arg, Place) else source.name(arg) for arg in self.args]
         kwargs = [f"{name}={source.name(value)}" for name, value in self.kwargs.items()]
-        return f"{results} = {source.name(self.func)}({', '.join([*args, *kwargs])})"
+        return f"{results} = {source.name(_SOONER.get(self.func, self.func))}({', '.join([*args, *kwargs])})"
 
 
-def _allocation(func: Any, result: Tensor) -> Callable[[], Tensor] | None:
+def _allocation(func: Any, args: list[Any], result: Tensor) -> Callable[[], Tensor] | None:
     """What does as ``func`` did, if that made a tensor of which all is known: sooner than an operator's overload."""
     shape, dtype, device = result.shape, result.dtype, result.device
     if func in _EMPTY or (func in _ZEROS and result.numel() == 0):
         return functools.partial(torch.empty_strided, shape, result.stride(), dtype=dtype, device=device)
     if func in _ZEROS and result.is_contiguous():
         return functools.partial(torch.zeros, shape, dtype=dtype, device=device)
+    if func is _FULL and result.is_contiguous():
+        return functools.partial(torch.full, shape, args[1], dtype=dtype, device=device)
     return None
 
 

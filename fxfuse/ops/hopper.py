@@ -69,8 +69,9 @@ class _Gradients:
         self.d_bias = call.bias_parts(self.d_weight, self.need_weight) if self.need_bias else None
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        d_bias = self.call.empty(0) if self.d_bias is None else self.d_bias.sum(0)
-        return self.d_input, self.d_weight, d_bias.to(self.dtypes[2])
+        dtype = self.dtypes[2]
+        d_bias = self.call.empty(0, dtype=dtype) if self.d_bias is None else self.d_bias.sum(0).to(dtype)
+        return self.d_input, self.d_weight, d_bias
 
     def recompute(
         self, listed: Listed, stats: Stats, up: Upstream, factors: tuple[Tensor | None, Tensor | None], memory: int = 0
