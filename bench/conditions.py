@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shlex
 import sys
 from typing import Any
 
@@ -43,7 +44,7 @@ def command() -> str:
     """The arguments of this run, but for where it writes."""
     given = sys.argv[1:]
     at = given.index("--json") if "--json" in given else len(given)
-    return " ".join(given[:at] + given[at + 2 :])
+    return shlex.join(given[:at] + given[at + 2 :])
 
 
 def about(device: str, dtype: str) -> dict[str, Any]:

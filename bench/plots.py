@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from train_step import largest
 
 COLOURS = {"fxfuse": "#c0392b", "fused": "#c0392b", "inductor": "#2c3e50", "eager": "#7f8c8d", "naive": "#7f8c8d"}
 MARKERS = "osD^vP*X"
@@ -75,31 +76,32 @@ def logprobs(data: dict[str, Any], to: Path) -> None:
 
 
 def step(data: dict[str, Any], to: Path) -> None:
-    """Tokens a second and peak memory over the batch, and the largest batch that fits, of which it is known."""
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6))
+    """Tokens a second and peak memory over the batch, and the largest batch that fits, where that was looked for."""
     names = list(dict.fromkeys(row["implementation"] for row in data["rows"]))
-    for name in names:
-        rows = [row for row in data["rows"] if row["implementation"] == name and isinstance(row["tok/s"], int)]
-        rows.sort(key=lambda row: row["batch"])
-        look = {"marker": MARKERS[names.index(name) % len(MARKERS)], "color": COLOURS.get(name), "label": name}
+    of = {name: [row for row in data["rows"] if row["implementation"] == name] for name in names}
+    most = {name: found for name in names if (found := largest(of[name])) is not None}
+    figure, axes = plt.subplots(1, 3 if most else 2, figsize=(11 if most else 8, 3.6))
+    for i, name in enumerate(names):
+        rows = sorted((row for row in of[name] if row["tok/s"] is not None), key=lambda row: row["batch"])
+        look = {"marker": MARKERS[i % len(MARKERS)], "color": COLOURS.get(name), "label": name}
         for axis, quantity, scale in ((axes[0], "tok/s", 1e-3), (axes[1], "GiB", 1)):
             axis.plot([row["batch"] for row in rows], [row[quantity] * scale for row in rows], **look)
-        if any(row["implementation"] == name and not isinstance(row["tok/s"], int) for row in data["rows"]):
-            most = max((row["batch"] for row in rows), default=0)
-            bar = axes[2].barh(name, most, color=axes[0].lines[-1].get_color())
+        if name in most:
+            bar = axes[2].barh(name, most[name], color=axes[0].lines[-1].get_color())
             axes[2].bar_label(bar, padding=3)
     axes[0].set(xlabel="batch", ylabel="thousand tokens a second")
     axes[1].set(xlabel="batch", ylabel="peak memory, GiB")
-    axes[2].set(xlabel="largest batch that fits")
-    axes[2].invert_yaxis()
-    axes[2].margins(x=0.15)
     for axis in axes[:2]:
         axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
+    if most:
+        axes[2].set(xlabel="largest batch that fits")
+        axes[2].invert_yaxis()
+        axes[2].margins(x=0.15)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="lower center", ncol=3 if len(labels) > 4 else 4, frameon=False, fontsize=9)
     figure.suptitle(f"A training step of {data.get('model', 'llama')}, {data['device']}")
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(to, dpi=150)
     plt.close(figure)
 

@@ -197,7 +197,7 @@ def next_batch(tried: dict[int, dict[str, Any]], total: float) -> int:
     if not fits:
         return min(tried) // 2
     most = fits[-1]
-    step = max(1, most // 16)
+    step = finest(most)
     if least_that_fails is not None and least_that_fails <= most + step:
         return 0
     if len(fits) < 2:
@@ -210,11 +210,16 @@ def next_batch(tried: dict[int, dict[str, Any]], total: float) -> int:
     return max(most + step, min(guess, highest))
 
 
-def largest(found: list[dict[str, Any]], name: str) -> int | None:
-    """The largest batch of an implementation that ran, if a larger one did not."""
-    ran = [row["batch"] for row in found if row["implementation"] == name and row["tok/s"] is not None]
-    failed = any(row["implementation"] == name and row["tok/s"] is None for row in found)
-    return max(ran) if ran and failed else None
+def largest(rows: list[dict[str, Any]]) -> int | None:
+    """The largest batch of an implementation that ran, if one that is at most a 16th larger did not."""
+    most = max((row["batch"] for row in rows if row["tok/s"] is not None), default=0)
+    fails = [row["batch"] for row in rows if row["tok/s"] is None]
+    return most if most and any(most < batch <= most + finest(most) for batch in fails) else None
+
+
+def finest(batch: int) -> int:
+    """By how much a batch is at least larger than the one that is tried before it."""
+    return max(1, batch // 16)
 
 
 # --- all implementations ----------------------------------------------------------------------------------------
@@ -291,7 +296,8 @@ def main() -> int:
     print(tabulate([{**row, "tok/s": row["tok/s"] or "out of memory"} for row in found], headers="keys"))
     if args.largest:
         print("\nlargest batch that fits")
-        print(tabulate([[name, largest(found, name)] for name in args.only], missingval="not found"))
+        of = {name: [row for row in found if row["implementation"] == name] for name in args.only}
+        print(tabulate([[name, largest(its)] for name, its in of.items()], missingval="not found"))
     return 0 if found else 1
 
 

@@ -46,13 +46,23 @@ def test_the_largest_batch_is_bracketed_in_few_tries(
         assert batch not in tried
         attempt(batch)
     fits = [batch for batch in range(1, 1000) if held + each * batch * (1 + 0.03 * (batch % 2)) < total]
-    most = train_step.largest(list(tried.values()), "x")
+    most = train_step.largest(list(tried.values()))
     if not fits:
         assert most is None and min(tried) == 1
         return
     assert most is not None and any(most < b <= most + max(1, most // 16) and not tried[b]["tok/s"] for b in tried)
     assert max(fits) - most <= max(1, most // 16)
     assert len(tried) - len(given) <= 7
+
+
+def test_a_batch_is_the_largest_only_if_little_more_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import train_step
+
+    ran = [{"batch": 8, "tok/s": 1}, {"batch": 32, "tok/s": 1}]
+    assert train_step.largest(ran) is None
+    assert train_step.largest([*ran, {"batch": 64, "tok/s": None}]) is None
+    assert train_step.largest([*ran, {"batch": 34, "tok/s": None}]) == 32
 
 
 @pytest.mark.slow
