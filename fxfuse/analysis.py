@@ -114,7 +114,7 @@ class Analysis:
         head = known[-1 if node in self.turned else 0]
         if len(known) > 1:
             self.turnable.add(node)
-        if not out.requires_grad and self.timeline.region[node].number:
+        if not out.requires_grad and self.timeline.switches:
             head = replace(head, cut_off=True)
         operands = [(handle, node) for handle in (head.input, head.weight, head.bias)]
         axis = example_of(head.input).dim() + head.axis

@@ -21,7 +21,7 @@ from .analysis import analyse
 from .apart import Apart
 from .candidate import Candidate
 from .escape import Escape, send_out
-from .mutation import Region, example_of, regions, storages
+from .mutation import Region, Timeline, example_of, regions, storages
 from .options import Options
 from .passes import BESIDE, WHOLE, compute
 from .planning import Pass, Planner
@@ -37,10 +37,14 @@ from .report.source import location
 
 
 class _GraphEmit(Emit):
-    """Adds nodes before a place in a graph, each with an example value of the graph's own fake mode."""
+    """Adds nodes before a place in a graph, each with an example value of the graph's own fake mode.
 
-    def __init__(self, graph: Graph, place: Node, like: Node, made: list[Node]) -> None:
-        self.graph, self.place, self.like, self.made = graph, place, like, made
+    These are made in the grad mode of that place, so that they require gradients if the nodes will.
+    """
+
+    def __init__(self, timeline: Timeline, place: Node, like: Node, made: list[Node]) -> None:
+        self.graph, self.place, self.like, self.made = place.graph, place, like, made
+        self._grad = timeline.grad_before(place)
         self._shared: dict[Any, Node] = {}
         self._early: dict[Node, Node] = {}
 
@@ -70,7 +74,7 @@ class _GraphEmit(Emit):
             if name in self.like.meta:
                 node.meta[name] = self.like.meta[name]
         values = torch.fx.node.map_arg((args, kwargs), example_of)
-        with compat.fake_mode_of(example_of(self.like)):
+        with compat.fake_mode_of(example_of(self.like)), torch.set_grad_enabled(self._grad):
             node.meta["example_value"] = function(*values[0], **values[1])
         return node
 
@@ -192,17 +196,17 @@ class _Rewriting:
         before = len(self._made)
         for one in planner.plan(candidate) or ():
             like = one.readers[0][0]
-            emit_before = functools.partial(_GraphEmit, self.graph, like=like, made=self._made)
+            emit_before = functools.partial(_GraphEmit, planner.timeline, like=like, made=self._made)
             variant, results = _write(one, emit_before, planner, self.in_checkpoint, self._leaving)
             self._swaps += zip((node for node, _ in one.readers), results, strict=True)
             if variant != BESIDE:
                 self.passes.setdefault(candidate, []).append((variant, one.of))
         for node, value in candidate.sizes if candidate.kept is None else ():
-            emit = _GraphEmit(self.graph, node, node, self._made)
+            emit = _GraphEmit(planner.timeline, node, node, self._made)
             self._swaps.append((node, emit(torch.ops.aten.sym_size.int, value.rows(emit), node.args[1])))
         self.made_for[candidate] = self._made[before:]
 
-    def send_out(self, candidate: Candidate, told: Told) -> None:
+    def send_out(self, candidate: Candidate, told: Told, timeline: Timeline) -> None:
         """Return operands in the place of logits."""
         if candidate.kept is not None:
             return
@@ -211,7 +215,7 @@ class _Rewriting:
         read = any(reader.source.requires_grad for _, reader in candidate.readers)
         for escaped in candidate.escaped:
             # Where eager made them: in the same mode, before anything else happens.
-            emit = _GraphEmit(self.graph, escaped.made.next, escaped.node, self._made)
+            emit = _GraphEmit(timeline, escaped.made.next, escaped.node, self._made)
             escape = send_out(escaped, emit, self._output, read or several, told.ways.get(escaped.node))
             self.sent.setdefault(candidate, []).append(escape)
         self.made_for[candidate] += self._made[before:]
@@ -264,7 +268,7 @@ def _rewrite_graph(
                 rewriting.fuse(candidate, planner)
         _tell(listening, "planned", candidates)
         for candidate in candidates:
-            rewriting.send_out(candidate, told[candidate])
+            rewriting.send_out(candidate, told[candidate], analysis.timeline)
         rewriting.redirect(candidates)
     except Exception as failure:
         rewriting.undo()

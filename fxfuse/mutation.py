@@ -231,6 +231,18 @@ class Timeline:
             for key in {key for argument in written.arguments for key in storages(argument)}:
                 self._writes.setdefault(key, []).append((position, node, written.certain))
 
+    @property
+    def switches(self) -> bool:
+        """Whether any node switches a mode."""
+        return bool(self._region_ends)
+
+    def grad_before(self, place: Node) -> bool:
+        """The grad mode of what is put just before ``place``, which may be a node that the timeline does not have."""
+        node = place.prev
+        while node not in self.region:
+            node = node.prev
+        return self.region[node].grad[-1]
+
     def end_of_region(self, node: Node) -> Node | None:
         """The next node that switches a mode, if any."""
         number = self.region[node].number

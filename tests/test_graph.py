@@ -805,6 +805,51 @@ def test_no_grad_then_grad_are_compiled_apart() -> None:
     torch.testing.assert_close(world.w.grad, expected)
 
 
+GRAD_SWITCHED_ON: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "rows moved": (lambda s: s.z, lambda s, z: z.flip(1).logsumexp(-1)),
+    "classes masked before": (lambda s: s.z.masked_fill(s.allowed, -1e4), lambda s, z: z.logsumexp(-1)),
+    "classes masked": (lambda s: s.z, lambda s, z: ce(z.masked_fill(s.allowed, -1e4), s.y)),
+    "divided before": (lambda s: s.z / s.t, lambda s, z: ce(z, s.y)),
+    "divided": (lambda s: s.z, lambda s, z: ce(z / s.t, s.y)),
+    "scaled before and shifted": (lambda s: s.z * s.t, lambda s, z: ce(z + s.b, s.y)),
+    "level": (lambda s: s.z - s.z.mean(-1, keepdim=True), lambda s, z: ce(z * s.t, s.y)),
+    "beside a student": (
+        lambda s: s.z,
+        lambda s, z: F.kl_div((s.x @ s.v.t()).log_softmax(-1), z.flip(1).log_softmax(-1), None, None, "sum", True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GRAD_SWITCHED_ON)
+@pytest.mark.parametrize("around", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_gradients_that_the_graph_switches_on(case: str, around: Any) -> None:
+    """What was made before them has none, if the caller had them off."""
+    torch._dynamo.reset()
+    made, read = GRAD_SWITCHED_ON[case]
+
+    def program(s: Any) -> Any:
+        z = made(s)
+        with torch.enable_grad():
+            return read(s, z).sum()
+
+    def run(f: Any) -> Any:
+        s: Any = World.make()
+        generator = torch.Generator().manual_seed(3)
+        s.v = torch.randn(s.w.shape, generator=generator, dtype=s.w.dtype).requires_grad_()
+        s.t = torch.tensor(1.5, dtype=s.w.dtype, requires_grad=True)
+        s.allowed = torch.arange(VOCAB) > VOCAB - 4
+        with around():
+            result = f(s)
+        given = s.x, s.w, s.b, s.v, s.t
+        return result, torch.autograd.grad(result, given, allow_unused=True) if result.requires_grad else None
+
+    expected = run(program)
+    with new_sites() as sites:
+        actual = run(compiled(program))
+    assert {site.status for site in sites} == {"fused"}
+    torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "ambient"])
 @pytest.mark.parametrize("cast", [True, False], ids=["float", "as it is"])
 def test_autocast(inside: bool, cast: bool, device: str) -> None:
