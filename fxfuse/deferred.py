@@ -337,7 +337,9 @@ def _apply_locked(
     except (Keep, NotDeferred):
         return NotImplemented
     except errors.StaleLogitsError:
-        if any(t._deferred.is_built() for t in deferred):  # it may be those; if not, computing the others raises
+        # It may be of those that have values, perhaps as one of several that another is made of; if not, computing the
+        # others raises.
+        if any(t._deferred.is_built() or t._deferred.others for t in deferred):
             return NotImplemented
         raise
     for origin, _ in heads.values():
@@ -455,7 +457,13 @@ class _Freeze:
 
 
 def _frozen(argument: Tensor) -> Tensor:
-    """A tensor as it is now, whatever the program writes to it before the logits are computed."""
+    """A tensor as it is now, whatever the program writes to it before the logits are computed.
+
+    They may be computed with gradients on, where autograd refuses what was made under inference_mode.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return _frozen(argument)
     if 0 not in argument.stride():
         return argument.clone()
     compact = argument[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in argument.stride())]

@@ -75,8 +75,8 @@ class LazyTensor(Tensor):
                 return _defer(func, args, kwargs)
         if aliased and written is not None and _resizes(func, args, kwargs):
             raise errors.deferred_cannot("out= of a result of another shape", head_of((args, kwargs)))
-        values = State.share if aliased else State.read
-        plain_args, plain_kwargs = tree_map_only(LazyTensor, lambda t: values(t._deferred), (args, kwargs))
+        values = _shared if aliased else _read
+        plain_args, plain_kwargs = tree_map_only(LazyTensor, values, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         return written if isinstance(written, LazyTensor) and isinstance(out, Tensor) else out
 
@@ -99,7 +99,10 @@ class LazyTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with compat.no_torch_function():
-            return repr(plain_of(self, State.read))
+            try:
+                return repr(plain_of(self, State.read))
+            except RuntimeError:  # a view that autograd no longer knows the node of, which PyTorch prints all the same
+                return f"{repr(self._deferred.read().detach())[:-1]}, grad_fn=<Invalid>)"
 
 
 _aten = torch.ops.aten
@@ -111,6 +114,20 @@ _OF_SHAPES = {
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 }
+
+
+def _read(tensor: LazyTensor) -> Tensor:
+    return tensor._deferred.read()
+
+
+def _shared(tensor: LazyTensor) -> Tensor:
+    """The values in the memory that they share, an inference tensor if ``tensor`` is one, as its views are to be."""
+    values = tensor._deferred.share()
+    if not tensor.is_inference():
+        return values
+    with torch.inference_mode():
+        storage = values.untyped_storage()
+        return values.new_empty(0).set_(storage, values.storage_offset(), values.shape, values.stride())
 
 
 def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
@@ -178,8 +195,10 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
         raise NotDeferred  # what it is made of may be written to
     thunk = tree_map(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
 
-    # A view of an ordinary tensor is one in inference mode as well.
-    inference = torch.is_inference_mode_enabled() and not (is_view and not first.is_inference())
+    # A view is what it is a view of, whatever the mode; but eager lets the program write to what was detached.
+    inference = torch.is_inference_mode_enabled()
+    if is_view:
+        inference = first.is_inference() and (inference or func is not _aten.detach.default)
 
     def wrap(meta: Tensor, thunk: tuple[Any, ...]) -> LazyTensor:
         with torch.inference_mode(inference):

@@ -2290,6 +2290,49 @@ def test_what_was_read_before_a_change_stays() -> None:
     torch.testing.assert_close(z[0, -1].detach() * 2, expected[0, -1] * 2)
 
 
+OF_BOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross entropy": lambda before, z: -(before.softmax(-1) * z.log_softmax(-1)).sum(-1).mean(),
+    "divergence": lambda before, z: (z.softmax(-1) * (z.log_softmax(-1) - before.log_softmax(-1))).sum(-1).mean(),
+    "kl_div": lambda before, z: F.kl_div(z.log_softmax(-1), before.softmax(-1), reduction="none").sum(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", OF_BOTH.values(), ids=OF_BOTH)
+@pytest.mark.parametrize("was_read", [True, False])
+def test_logits_of_before_a_step_beside_those_of_after_it(loss: Any, was_read: bool) -> None:
+    """Of what is made of both, those of before are the values that were read, or come from a copy of the weight."""
+    torch._dynamo.reset()
+    ids, labels = batch()
+    results = []
+    for compile in (compiled, lambda m: m):
+        model = Model()
+        run, optimizer = compile(model), torch.optim.SGD(model.parameters(), lr=0.5)
+        first, z = run(ids, labels)
+        first.backward()
+        before = z.detach()
+        if was_read:
+            before.std().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss(before, run(ids))
+        total.backward()
+        results.append([total.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def test_those_of_before_a_change_that_nothing_read_are_refused_beside_others() -> None:
+    torch._dynamo.reset()
+    model, (ids, _) = Model(), batch()
+    run = compiled(model)
+    before = run(ids).detach()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    after = run(ids)
+    for loss in OF_BOTH.values():
+        with pytest.raises(errors.StaleLogitsError, match="it was changed in place"):
+            loss(before, after)
+
+
 # --- entries beside all of them -------------------------------------------------------------------------------
 
 
@@ -3093,6 +3136,75 @@ def test_views_in_inference_mode(mode: Any) -> None:
     torch.testing.assert_close(*best)
     for ours, theirs in zip(*views, strict=True):
         torch.testing.assert_close(ours.detach().clone(), theirs.detach().clone())
+
+
+MADE_IN_INFERENCE_MODE: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked": lambda z: z.masked_fill(torch.arange(60) > 40, -9.0),
+    "scaled by class": lambda z: z * torch.linspace(0.5, 1, 60),
+    "divided": lambda z: z / torch.tensor(2.0),
+    "some classes": lambda z: z[..., torch.tensor([1, 3])],
+    "some rows": lambda z: z[torch.tensor([1, 0])],
+    "normalised": lambda z: (z + torch.linspace(0.5, 1, 60)).log_softmax(-1),
+}
+READ_OUTSIDE: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda t: t.argmax(-1),
+    lambda t: t.logsumexp(-1),
+    lambda t: t.log_softmax(-1)[..., 1],
+    lambda t: F.cross_entropy(t.flatten(0, 1), torch.ones(t.shape[0] * t.shape[1], dtype=torch.int64)),
+    lambda t: t.gather(-1, torch.ones(*t.shape[:-1], 1, dtype=torch.int64)),
+    lambda t: t.topk(2, -1).values,
+    lambda t: t.std(),
+)
+
+
+@pytest.mark.parametrize("made", MADE_IN_INFERENCE_MODE.values(), ids=MADE_IN_INFERENCE_MODE)
+@pytest.mark.parametrize("logits_too", [True, False])
+def test_what_is_made_in_inference_mode_is_read_outside(made: Any, logits_too: bool) -> None:
+    torch._dynamo.reset()
+    (ids, _), results = batch(), []
+    with dense_reads() as reads:
+        for model in (compiled(Model()), Model()):
+            with torch.inference_mode(logits_too):
+                z = model(ids)
+            with torch.inference_mode():
+                t = made(z)
+            results.append([t.is_inference(), t.requires_grad, *(read(t) for read in READ_OUTSIDE)])
+            if len(results) == 1:
+                assert len(reads) <= 1  # by ``std``
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_views_of_inference_logits_are_protected_as_they_are(in_memory: bool) -> None:
+    torch._dynamo.reset()
+    factor = torch.ones(60, requires_grad=True)
+    for model in (compiled(Model()), Model()):
+        with torch.inference_mode():
+            z = model(batch()[0])
+        z.detach().mul_(2)
+        if in_memory:
+            z.data.mul_(2)
+        for view in (z[0], z.transpose(0, 1), *z.unbind(0)):
+            assert view.is_inference()
+        for write in (z[0].mul_, z.mul_, z.transpose(0, 1).add_, functools.partial(operator.setitem, z, (..., 3))):
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+                write(2.0)
+        with pytest.raises(RuntimeError, match="Setting requires_grad=True on inference tensor"):
+            z[0].requires_grad_()
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            z[0] * factor
+        with torch.inference_mode():
+            before = z[0].clone()
+            z[0].mul_(2)
+            assert torch.equal(z[0], before * 2)
+
+
+def test_a_view_that_autograd_lost_is_printed() -> None:
+    z = DeferredWorld.make().z
+    parts = z.unbind(0)
+    z.mul_(2)
+    assert "grad_fn=<Invalid>" in repr(parts[0])
+    assert repr(parts[0])[:40] == repr((World.make().z * 2)[0].detach())[:40]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
