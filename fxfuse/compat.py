@@ -70,6 +70,24 @@ def is_plain(example: Any) -> bool:
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # of subclasses; those of modes stay
 
+
+@functools.cache
+def consists_of_others(op: OpOverload) -> bool:
+    """Whether an operator does nothing but call others, so that autograd knows of these alone."""
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+    return has_kernel("CompositeImplicitAutograd") and not has_kernel("ADInplaceOrView")
+
+
+def taken_apart(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call the others, in ``__torch_dispatch__``, as if from outside.
+
+    ``OpOverload.decompose`` prefers what is written in Python, by which ``dropout`` returns a copy where it returns its
+    argument.
+    """
+    with torch.overrides.enable_reentrant_dispatch():
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 # What a fake tensor raises where it is asked for a value, or for a size that depends on one.
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 

@@ -59,6 +59,12 @@ class LazyTensor(Tensor):
     @torch._dynamo.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            if func is _aten.detach_.default:
+                return args[0]  # which it does nothing to in this mode
+            # What consists of operators comes here whole, past what knows of views: taken apart, as everywhere else.
+            if compat.consists_of_others(func):
+                return compat.taken_apart(func, *args, **kwargs)
         if _mode.becoming:
             args[1]._deferred.meta = args[0]._deferred.meta  # which lies where it did
             args[0]._deferred = args[1]._deferred
@@ -190,7 +196,7 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         raise NotDeferred from error  # a shape that depends on values, or a wrong call, as eager shall say
     if is_view and isinstance(out, Tensor) and not have_one_memory(out, first._deferred.meta):
-        is_view, func, args = False, _anew, (func, *args)  # as ``contiguous`` under inference_mode
+        raise NotDeferred  # a view at times only
     if not is_view and any(tensor._deferred.memory.one for tensor in deferred):
         raise NotDeferred  # what it is made of may be written to
     thunk = tree_map(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
@@ -257,12 +263,6 @@ def _argument(look: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _results(func: Any, default_dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, _look, func(*_argument(args), **dict(_argument(kwargs))))
-
-
-def _anew(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """What ``func`` returns, never a view of its first argument."""
-    out = func(*args, **kwargs)
-    return out.clone() if have_one_memory(out, args[0]) else out
 
 
 def _part_of(i: int, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:

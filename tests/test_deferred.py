@@ -3207,6 +3207,45 @@ def test_a_view_that_autograd_lost_is_printed() -> None:
     assert repr(parts[0])[:40] == repr((World.make().z * 2)[0].detach())[:40]
 
 
+CONSISTING_OF_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to its dtype": lambda z: z.to(z.dtype),
+    "to its device": lambda z: z.to(z.device),
+    "dropout": lambda z: F.dropout(z, 0.5, False),
+    "contiguous": lambda z: z.contiguous(),
+    "reshape": lambda z: z.reshape(-1, 60),
+    "flatten": lambda z: z.flatten(0, -2),
+    "unflatten": lambda z: z.unflatten(-1, (6, 10)),
+    "movedim": lambda z: z.movedim(0, 1),
+    "mT": lambda z: z.mT,
+    "tensor_split": lambda z: z.tensor_split(2, 1)[0],
+    "chunk": lambda z: z.chunk(2, 1)[1],
+    "transposed, contiguous": lambda z: z.mT.contiguous(),
+    "detach_": lambda z: z.detach_(),
+}
+
+
+@pytest.mark.parametrize("made", CONSISTING_OF_OTHERS.values(), ids=CONSISTING_OF_OTHERS)
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("written", [False, True])
+def test_functions_that_consist_of_others_in_inference_mode(made: Any, around: Any, written: bool) -> None:
+    """They return the tensor itself, or a view that autograd knows of."""
+    torch._dynamo.reset()
+    (ids, _), results = batch(), []
+    for compile in (compiled, lambda m: m):
+        model = Model()
+        with around():
+            z = compile(model)(ids)
+            if written:
+                z[0].zero_()
+        with torch.inference_mode():
+            t = made(z)
+            looks = [t is z, t._is_view(), t.requires_grad, t.is_leaf, t.is_inference(), t.shape, t.stride()]
+        if t.requires_grad and not t.is_leaf:
+            (t / 2).logsumexp(-1).sum().backward()
+        results.append([*looks, t.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_is_made_of_a_part_that_was_written_to(mode: Any) -> None:
     torch._dynamo.reset()
