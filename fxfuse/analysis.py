@@ -114,7 +114,9 @@ class Analysis:
         head = known[-1 if node in self.turned else 0]
         if len(known) > 1:
             self.turnable.add(node)
-        if not out.requires_grad and self.timeline.switches:
+        # Dynamo's example of what is made in inference mode may claim a gradient.
+        requires_grad = out.requires_grad and self.timeline.region[node].makes_gradients
+        if not requires_grad and self.timeline.switches:
             head = replace(head, cut_off=True)
         operands = [(handle, node) for handle in (head.input, head.weight, head.bias)]
         axis = example_of(head.input).dim() + head.axis
@@ -142,7 +144,7 @@ class Analysis:
             return
         self._owner[head] = candidate
         self._values[node] = Logits(
-            head, tuple(out.shape), axis, out.dtype, out.requires_grad, row_ops=ops, trail=(call.name,)
+            head, tuple(out.shape), axis, out.dtype, requires_grad, row_ops=ops, trail=(call.name,)
         )
 
     def _owner_of(self, value: _Value) -> Candidate:

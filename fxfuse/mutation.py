@@ -154,17 +154,23 @@ class Region(NamedTuple):
         autocast: the ``torch.autocast`` contexts that were entered since the graph began, or that which calls it, from
             the outermost on: the arguments of each, of which the first is a kind of device.
         grad: grad mode, last, and those that leaving the ``torch.inference_mode`` contexts around returns to.
+        inference: which of these contexts keep gradients off, whatever grad mode says.
     """
 
     number: int
     levels: int
     autocast: tuple[tuple[Any, ...], ...]
     grad: tuple[bool, ...]
+    inference: tuple[bool, ...]
 
     @classmethod
     def around(cls) -> Region:
         """What is around the caller, and so around the graph."""
-        return cls(0, 0, (), (torch.is_grad_enabled(),))
+        return cls(0, 0, (), (torch.is_grad_enabled(),), (torch.is_inference_mode_enabled(),))
+
+    @property
+    def makes_gradients(self) -> bool:
+        return self.grad[-1] and not self.inference[-1]
 
     def autocast_of(self, device: str) -> tuple[Any, ...]:
         """The arguments of the ``torch.autocast`` for a kind of device."""
@@ -183,7 +189,7 @@ def _region_after(node: Node, region: Region) -> Region:
     inner = name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
     if not (inner or name == "_set_grad_enabled" or "_enter_" in name or "_exit_" in name):
         return region
-    autocast, grad = region.autocast, region.grad
+    autocast, grad, inference = region.autocast, region.grad, region.inference
     if name == "_enter_autocast":
         autocast = (*autocast, node.args)
     elif name == "_exit_autocast":
@@ -191,10 +197,10 @@ def _region_after(node: Node, region: Region) -> Region:
     elif name == "_set_grad_enabled":
         grad = (*grad[:-1], bool(node.args[0]))
     elif name == "_enter_inference_mode":
-        grad = (*grad, grad[-1] and not node.args[0])
+        grad, inference = (*grad, grad[-1] and not node.args[0]), (*inference, bool(node.args[0]))
     elif name == "_exit_inference_mode":
-        grad = grad[:-1]
-    return Region(region.number + 1, region.levels + inner, autocast, grad)
+        grad, inference = grad[:-1], inference[:-1]
+    return Region(region.number + 1, region.levels + inner, autocast, grad, inference)
 
 
 def regions(graph: Graph, outside: Region | None = None) -> Iterator[tuple[Node, Region]]:
@@ -237,11 +243,11 @@ class Timeline:
         return bool(self._region_ends)
 
     def grad_before(self, place: Node) -> bool:
-        """The grad mode of what is put just before ``place``, which may be a node that the timeline does not have."""
+        """Whether gradients are made just before ``place``, which may be a node that the timeline does not have."""
         node = place.prev
         while node not in self.region:
             node = node.prev
-        return self.region[node].grad[-1]
+        return self.region[node].makes_gradients
 
     def end_of_region(self, node: Node) -> Node | None:
         """The next node that switches a mode, if any."""

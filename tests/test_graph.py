@@ -850,6 +850,28 @@ def test_gradients_that_the_graph_switches_on(case: str, around: Any) -> None:
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(("outside", "read"), [(False, False), (False, True), (True, True)])
+def test_inference_mode_keeps_gradients_off_whatever_grad_mode_says(outside: bool, read: bool) -> None:
+    torch._dynamo.reset()
+
+    def program(s: World) -> Any:
+        z = s.z if outside else None
+        with torch.inference_mode(), torch.enable_grad():
+            z = s.z if z is None else z
+            if not read:
+                return z[:, 1:]
+            with torch.inference_mode(False):
+                lse = z.logsumexp(-1)
+            return lse, ce(z, s.y)
+
+    def run(f: Any) -> Any:
+        made = f(World.make())
+        made = made if isinstance(made, tuple) else (made,)
+        return [(t.requires_grad, t.is_leaf, t.is_inference(), t.detach() + 0) for t in made]
+
+    torch.testing.assert_close(run(compiled(program)), run(program))
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "ambient"])
 @pytest.mark.parametrize("cast", [True, False], ids=["float", "as it is"])
 def test_autocast(inside: bool, cast: bool, device: str) -> None:
