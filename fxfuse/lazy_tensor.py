@@ -105,10 +105,11 @@ class LazyTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with compat.no_torch_function():
+            values = self._deferred.read()  # which may raise, and say why
             try:
-                return repr(plain_of(self, State.read))
+                return repr(plain_of(self, lambda _: values))
             except RuntimeError:  # a view that autograd no longer knows the node of, which PyTorch prints all the same
-                return f"{repr(self._deferred.read().detach())[:-1]}, grad_fn=<Invalid>)"
+                return f"{repr(values.detach())[:-1]}, grad_fn=<Invalid>)"
 
 
 _aten = torch.ops.aten

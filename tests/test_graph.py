@@ -872,6 +872,29 @@ def test_inference_mode_keeps_gradients_off_whatever_grad_mode_says(outside: boo
     torch.testing.assert_close(run(compiled(program)), run(program))
 
 
+@pytest.mark.parametrize("trained", ["x", "b"])
+def test_operands_of_inference_mode_beside_those_that_are_trained(trained: str) -> None:
+    """Refused where the backward needs them: eager's needs no bias, and for that of the bias nothing else."""
+    torch._dynamo.reset()
+    s = World.make()
+    s.w = s.w.detach()  # type: ignore[assignment]
+    frozen = "b" if trained == "x" else "x"
+    with torch.inference_mode():
+        setattr(s, frozen, getattr(s, frozen).detach().clone())
+
+    def gradient(loss: Any) -> torch.Tensor:
+        return torch.autograd.grad(loss(s), getattr(s, trained))[0]
+
+    def lse(s: World) -> torch.Tensor:
+        return s.zb.logsumexp(-1).sum()
+
+    assert gradient(lse).isfinite().all()
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        gradient(compiled(lse))
+    # Its gradients are made in the forward.
+    torch.testing.assert_close(gradient(compiled(lambda s: ce(s.zb, s.y))), gradient(lambda s: ce(s.zb, s.y)))
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "ambient"])
 @pytest.mark.parametrize("cast", [True, False], ids=["float", "as it is"])
 def test_autocast(inside: bool, cast: bool, device: str) -> None:

@@ -22,8 +22,6 @@ MOST_POOLED, ALIGNMENT = 1 << 20, 512
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 _ZEROS = (torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default)
 _FULL = torch.ops.aten.full.default
-# What does the same as an operator's overload, and sooner.
-_SOONER = {torch.ops.aten.mul.Tensor: torch.mul}
 
 
 class Place(NamedTuple):
@@ -84,7 +82,7 @@ class Called:
             return f"{results} = {source.name(self.allocation)}()"
         args = [f"v{arg.at}" if isinstance(arg, Place) else source.name(arg) for arg in self.args]
         kwargs = [f"{name}={source.name(value)}" for name, value in self.kwargs.items()]
-        return f"{results} = {source.name(_SOONER.get(self.func, self.func))}({', '.join([*args, *kwargs])})"
+        return f"{results} = {source.name(self.func)}({', '.join([*args, *kwargs])})"
 
 
 def _allocation(func: Any, args: list[Any], result: Tensor) -> Callable[[], Tensor] | None:

@@ -143,7 +143,7 @@ def _cut(candidate: Candidate, outside: Region | None) -> Cut:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
             # Without its meta, which holds the example values of all of the graph.
             copies[node] = own.create_node(node.op, node.target, args, kwargs)
-            mode = Mode(region.grad[-1], region.autocast_of(operands[0].device.type))
+            mode = Mode(region.makes_gradients, region.autocast_of(operands[0].device.type))
             if not modes or mode != modes[-1]:
                 modes.append(mode)
             parts[copies[node]] = len(modes) - 1
