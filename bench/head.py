@@ -322,6 +322,9 @@ def main() -> int:
     parser.add_argument("--shape", type=sizes, action="append", metavar="NxDxV", help="rows x hidden x vocabulary, or "
                         "a name: " + ", ".join(SHAPES))  # fmt: skip
     add_machine(parser)
+    parser.add_argument(
+        "--tf32", action="store_true", help="let PyTorch multiply float32 in TF32, the bare products too"
+    )
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the labels that are ignored")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a turn, about; long ones leave the card at "
@@ -341,6 +344,8 @@ def main() -> int:
         parser.error("--ignored: a fraction from 0 to below 1 is needed")
     if args.host and not args.device.startswith("cuda"):
         parser.error("--host: a CUDA device is needed")
+    if args.tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
     count = len(args.only or implementations())
     conditions = {**about(args.device, args.dtype), "ignored": args.ignored, "seconds of a turn": args.seconds}
     results: list[dict[str, Any]] = []

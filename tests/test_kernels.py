@@ -25,10 +25,11 @@ import torch
 from interpreted import DTYPES, HAS_GPU, Cases, made_of
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxfuse import compat
 from fxfuse.kernels import tiles
-from fxfuse.ops import cuda, reference
+from fxfuse.ops import cuda, reference, windows
 from fxfuse.ops.contract import Coefficients, Operands
 from fxfuse.transform import apply, decode
 
@@ -608,18 +609,33 @@ def the_same_shapes_at_other_addresses(dtype: torch.dtype) -> None:
 
 @case(routes=("general",))
 def several_windows_along_either_axis() -> None:
-    sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW)
+    sizes = (windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW, cuda.MOST_PRODUCT_BYTES)
+    most = 32 * 40 * 4
     try:
-        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW = 0, 32 * 40 * 4, 32
+        windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW = 0, most, 32
+        cuda.MOST_PRODUCT_BYTES = most  # of chunks in float32
         for rows, vocab in ((40, 150), (150, 40)):
-            at_rows, at_vocab = cuda.windows_of(rows, vocab, 4, 0)
+            at_rows, at_vocab = windows.windows_of(rows, vocab, 4, 0)
             assert (len(at_rows) > 2) == (rows > vocab) and (len(at_vocab) > 2) == (vocab > rows)
             for dtype in DTYPES:
                 check_gradients(
                     problem(rows, 24, vocab, dtype, indexed=2, bias=True, class_weight=True, class_sum=True)
                 )
     finally:
-        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW = sizes
+        windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW, cuda.MOST_PRODUCT_BYTES = sizes
+
+
+@case(routes=("general",))
+def products_in_float32() -> None:
+    """One for statistics, three for a loss with its gradients, and three for gradients of statistics."""
+    for rows, hidden, vocab in ((40, 24, 160), (151, 24, 48)):
+        p = problem(rows, hidden, vocab, torch.float32)
+        lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+        with FlopCounterMode(display=False) as counter:
+            cuda.linear_stats(*p.operands, False, False)
+            cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
+            cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, True, True, False)
+        assert counter.get_total_flops() == (1 + 3 + 3) * 2 * p.x.numel() * vocab
 
 
 @case(each_dtype=True, routes=tuple(way for way in ROUTES if way != "general"))
@@ -952,14 +968,14 @@ def gradients_of_entropies_of_any_size(dtype: torch.dtype) -> None:
 
 @case(routes=("general",))
 def entropies_in_several_windows() -> None:
-    sizes = (cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW)
+    sizes = (windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW)
     try:
-        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW = 0, 32 * 40 * 4, 32
+        windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW = 0, 32 * 40 * 4, 32
         for rows, vocab in ((40, 150), (150, 40)):
             for dtype in DTYPES:
                 check_gradients(problem(rows, 24, vocab, dtype, indexed=2, bias=True, class_sum=True, entropy=True))
     finally:
-        cuda.LEAST_WINDOW_BYTES, cuda.MOST_WINDOW_BYTES, cuda.LEAST_WINDOW = sizes
+        windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW = sizes
 
 
 # --- rows without work ----------------------------------------------------------------------------------------
@@ -1281,9 +1297,11 @@ def no_logits_in_memory(dtype: torch.dtype) -> None:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    assert peak(lambda: cuda.linear_stats(*p.operands, False, False)) < logits // 100
+    stored = cuda.ROWS_OF_STATS * tiles.padded(vocab) * 4 if dtype == torch.float32 else 0
+    assert peak(lambda: cuda.linear_stats(*p.operands, False, False)) < stored + logits // 100
     gradients = (rows + vocab) * hidden * 4 * 2
-    most = max(cuda.MOST_WINDOW_BYTES, logits // 7) + gradients + (80 << 20)
+    window = cuda.MOST_PRODUCT_BYTES if dtype == torch.float32 else max(windows.MOST_WINDOW_BYTES, logits // 7)
+    most = window + gradients + (80 << 20)
     assert most < logits
     assert peak(lambda: cuda.linear_loss(*p.operands, *p.upstream, True, True, False)) < most
 

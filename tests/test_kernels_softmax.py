@@ -14,7 +14,7 @@ from helpers import FLOORS, LargestTensor, assert_no_worse_than_eager, doubled, 
 from interpreted import DEVICE, DTYPES, HAS_GPU, Cases, made_of
 from torch import Tensor
 
-from fxfuse.ops import cuda, divergence_cuda, softmax_cuda
+from fxfuse.ops import divergence_cuda, softmax_cuda, windows
 from fxfuse.transform import apply, decode
 
 inf, nan = float("inf"), float("nan")
@@ -244,17 +244,17 @@ def softmax_in_several_windows(dtype: torch.dtype) -> None:
 @contextlib.contextmanager
 def small_windows(most: int) -> Iterator[None]:
     names = ("LEAST_WINDOW_BYTES", "MOST_WINDOW_BYTES", "LEAST_WINDOW")
-    kept = [getattr(cuda, name) for name in names]
-    rows = divergence_cuda.ROWS
+    kept = [getattr(windows, name) for name in names]
+    rows = windows.CHUNK_ROWS
     try:
         for name, value in zip(names, (0, most, 32), strict=True):
-            setattr(cuda, name, value)
-        divergence_cuda.ROWS = 4
+            setattr(windows, name, value)
+        windows.CHUNK_ROWS = 4
         yield
     finally:
-        divergence_cuda.ROWS = rows
+        windows.CHUNK_ROWS = rows
         for name, value in zip(names, kept, strict=True):
-            setattr(cuda, name, value)
+            setattr(windows, name, value)
 
 
 @case(each_dtype=True)
@@ -568,7 +568,7 @@ def divergence_of_huge_logits(dtype: torch.dtype) -> None:
 def divergence_in_several_chunks_and_windows(dtype: torch.dtype) -> None:
     for rows, vocab in ((20, 150), (150, 20)):
         with small_windows(32 * 20 * 8):
-            assert len(divergence_cuda._chunks(rows, vocab, 0)) > 2
+            assert len(windows.chunks_of(rows, 8 * vocab, windows.window_bytes(rows * 8 * vocab, 0))) > 2
             check_divergence(two_heads(rows, 24, vocab, dtype), softcaps=(True,), shares=MIXTURES)
         with small_windows(1 << 30):
             check_divergence(two_heads(rows, 24, vocab, dtype), softcaps=(False,), memory=1, shares=MIXTURES)

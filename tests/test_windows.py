@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from fxfuse.kernels import launcher, recorder, tiles
-from fxfuse.ops import cuda
+from fxfuse.ops import cuda, windows
 
 pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
 
@@ -39,6 +39,31 @@ def test_windows_of_the_vocabulary(vocab: int) -> None:
         window = tiles.window(vocab, most, 7, 128, 132)
         assert window <= max(most, 256) or most >= vocab
         assert window % 256 == 0 and waves(window) <= waves(max(256, most // 256 * 256))
+
+
+@pytest.mark.parametrize("rows", [1, 100, 129, 2048, 5000])
+@pytest.mark.parametrize("most", [1, 1000, 200_000, 1 << 30])
+def test_chunks_of_rows(rows: int, most: int) -> None:
+    """They are all rows in order, within the bytes (or one row each) but for whole blocks of large ones."""
+    chunks = windows.chunks_of(rows, 1000, most)
+    sizes = [chunk.stop - chunk.start for chunk in chunks]
+    assert [chunk.start for chunk in chunks] == list(itertools.accumulate(sizes, initial=0))[:-1] and sum(sizes) == rows
+    assert (
+        sizes[0] == max(sizes) <= max(1, most // 1000 + (windows.CHUNK_ROWS if most > 1000 * windows.CHUNK_ROWS else 0))
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "cut"),
+    [((64, 128), (64, 128)), ((64, 100), (64, 96, 100)), ((7,), (7,)), ((256, 263), (256, 263)), ((41,), (32, 41))],
+)
+def test_classes_on_vectors(ends: tuple[int, ...], cut: tuple[int, ...]) -> None:
+    """The last window is cut where its classes are not a multiple of 16."""
+
+    def slices(ends: tuple[int, ...]) -> list[slice]:
+        return [slice(start, end) for start, end in itertools.pairwise((0, *ends))]
+
+    assert windows.on_vectors(slices(ends)) == slices(cut)
 
 
 @pytest.mark.parametrize("rows", [65, 512, 1100, 4096, 16384, 16385])

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dlogits import PAD
 from .exponential import exponential
+from .logits import PAD
 from .softmax import OPTIONS, block, divided, finished, log_softmax
 
 

@@ -8,17 +8,14 @@ from torch import Tensor
 
 from . import tiles
 from .exponential import exponential
-from .logits import grouped, logits_tile
-
-# Elements to which the rows of the gradient's buffer are padded: Triton stores whole vectors only along strides that
-# it knows to be multiples of 16, and cuBLAS wants rows on 16 bytes.
-PAD = 16
+from .logits import PAD, grouped, logits_tile
 
 
 @triton.jit(do_not_specialize=["rows", "indexed"])
 def dlogits_kernel(
     x,  # [rows, D]
     w,  # [V, D]
+    product,  # [rows, padded] float32: x @ w.T, or None, to make it here; may be the same memory as dz
     bias,  # [V] or None
     index,  # [rows, K] int64
     class_weight,  # [V] or None
@@ -44,9 +41,9 @@ def dlogits_kernel(
     w_col,
     x_step,
     w_step,
+    product_row,
     dz_row,
     TRANSFORM: tl.constexpr,
-    PRECISION: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -76,11 +73,13 @@ def dlogits_kernel(
     z, slope = logits_tile(
         x,
         w,
+        product,
         bias,
         scale,
         tl.minimum(row, rows - 1),
         col,
         vocab,
+        padded,
         hidden,
         tl.where(tl.max(active.to(tl.int32), 0) > 0, hidden, 0),  # no product for a block of idle rows
         x_row,
@@ -89,8 +88,8 @@ def dlogits_kernel(
         w_col,
         x_step,
         w_step,
+        product_row,
         TRANSFORM,
-        PRECISION,
         EVEN_VOCAB,
         EVEN_HIDDEN,
         BLOCK_ROWS,
@@ -151,6 +150,7 @@ def write_dlogits(
     g_entropy: Tensor | None,
     entropy: Tensor | None,
     factor: Tensor | None,
+    product: Tensor | None = None,
 ) -> None:
     """Write ``scale * factor`` times the gradient of the logits of ``x [C, D]`` and ``weight [W, D]`` into ``dz``.
 
@@ -159,13 +159,15 @@ def write_dlogits(
     multiple of ``PAD`` and at least W; columns between W and the next multiple of ``PAD`` are overwritten. ``lse``,
     ``residual``, ``g_lse``, ``g_class_sum``, ``g_entropy`` and ``entropy`` ``[C]``, ``g_picked [C, K]`` and the
     one-element ``factor`` are float32.
-    ``x`` and ``weight`` may have any strides, the rest is contiguous.
+    ``x`` and ``weight`` may have any strides, the rest is contiguous. ``product [C, W]`` is ``x @ weight.T`` in
+    float32, laid out as ``dz``, which may be the same memory; None to make it here, of operands in 16 bits.
     """
     (rows, hidden), vocab = x.shape, weight.shape[0]
-    shape = tiles.tile(x, weight)
+    shape = tiles.tile(x, weight) if product is None else tiles.stored(x.device)
     dlogits_kernel[(triton.cdiv(rows, shape.rows) * triton.cdiv(vocab, shape.vocab),)](
         x,
         weight,
+        product,
         bias,
         index,
         class_weight,
@@ -189,9 +191,9 @@ def write_dlogits(
         *weight.stride(),
         shape.hidden * x.stride(1),
         shape.hidden * weight.stride(1),
+        0 if product is None else product.stride(0),
         dz.stride(0),
         TRANSFORM=transform,
-        PRECISION=tiles.dot_precision(x.dtype),
         EVEN_VOCAB=vocab % shape.vocab == 0,
         EVEN_HIDDEN=hidden % shape.hidden == 0,
         BLOCK_ROWS=shape.rows,
@@ -200,4 +202,6 @@ def write_dlogits(
         GROUP=tiles.GROUP,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        # Logits of a stored product must be the same numbers in both kernels.
+        enable_fp_fusion=product is None,
     )

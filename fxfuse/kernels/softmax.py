@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .dlogits import PAD
 from .exponential import exponential
+from .logits import PAD
 from .stats import MERGE_ROWS, MERGE_SPLITS, finite_or_zero, merge_kernel, rescale
 from .transform import transformed
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tiles
-from .logits import grouped, logits_tile
+from .logits import PAD, grouped, logits_tile
 
 MERGE_SPLITS, MERGE_ROWS = 32, 32
 LAST = tl.constexpr(2**31 - 1)  # past every class
@@ -53,6 +53,7 @@ def first_best(z, tile_max, tile_sum, col):
 def stats_kernel(
     x,  # [rows, D]
     w,  # [V, D]
+    product,  # [rows, padded] float32: x @ w.T, or None, to make it here
     bias,  # [V] or None
     index,  # [rows, K] int64
     class_weight,  # [V] or None
@@ -66,6 +67,7 @@ def stats_kernel(
     scale,
     rows,
     vocab,
+    padded,  # V rounded up to a multiple of PAD
     hidden,
     indexed,  # K
     splits,
@@ -76,8 +78,8 @@ def stats_kernel(
     w_col,
     x_step,
     w_step,
+    product_row,
     TRANSFORM: tl.constexpr,
-    PRECISION: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -110,11 +112,13 @@ def stats_kernel(
         z, _slope = logits_tile(
             x,
             w,
+            product,
             bias,
             scale,
             x_rows,
             col,
             vocab,
+            padded,
             hidden,
             hidden,
             x_row,
@@ -123,8 +127,8 @@ def stats_kernel(
             w_col,
             x_step,
             w_step,
+            product_row,
             TRANSFORM,
-            PRECISION,
             EVEN_VOCAB,
             EVEN_HIDDEN,
             BLOCK_ROWS,
@@ -292,12 +296,15 @@ def row_stats(
     wanted: Tensor | None,
     want_entropy: bool = False,
     want_top: bool = False,
+    product: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """``lse [N]``, ``picked``, ``log_prob [N, K]``, ``class_sum``, ``residual``, ``entropy``, ``top``, ``argmax [N]``.
 
     All are float32 but ``argmax``, which is int64, and empty where not asked for; ``argmax`` comes with ``top``.
     ``x [N, D]`` and ``weight [V, D]`` may have any strides; ``index [N, K]``, ``bias [V]``, ``class_weight [V]`` and
-    ``wanted [N]`` (bool; rows outside it get zeros; None for all) are contiguous.
+    ``wanted [N]`` (bool; rows outside it get zeros; None for all) are contiguous. ``product [N, V]`` is
+    ``x @ weight.T`` in float32, with unit column stride and a row stride that is a multiple of ``PAD`` and at least V;
+    None to make it here, of operands in 16 bits.
     """
     (rows, hidden), vocab, indexed = x.shape, weight.shape[0], index.shape[1]
 
@@ -312,9 +319,9 @@ def row_stats(
     if rows == 0:
         return out
 
-    shape = tiles.tile(x, weight)
+    shape = tiles.tile(x, weight) if product is None else tiles.stored(x.device)
     row_blocks, vocab_tiles = triton.cdiv(rows, shape.rows), triton.cdiv(vocab, shape.vocab)
-    each = tiles.tiles_per_split(row_blocks, vocab_tiles, tiles.machine(x.device).processors)
+    each = tiles.tiles_per_split(row_blocks, vocab_tiles, tiles.machine(x.device).processors * shape.slots)
     splits = triton.cdiv(vocab_tiles, each)
     part_max, part_sum = empty(splits, rows), empty(splits, rows)
     part_class_sum = empty(splits, rows) if want_class_sum else None
@@ -324,6 +331,7 @@ def row_stats(
     stats_kernel[(row_blocks * splits,)](
         x,
         weight,
+        product,
         bias,
         index,
         class_weight,
@@ -337,6 +345,7 @@ def row_stats(
         scale,
         rows,
         vocab,
+        triton.cdiv(vocab, PAD) * PAD,
         hidden,
         indexed,
         splits,
@@ -345,8 +354,8 @@ def row_stats(
         *weight.stride(),
         shape.hidden * x.stride(1),
         shape.hidden * weight.stride(1),
+        0 if product is None else product.stride(0),
         TRANSFORM=transform,
-        PRECISION=tiles.dot_precision(x.dtype),
         EVEN_VOCAB=vocab % shape.vocab == 0,
         EVEN_HIDDEN=hidden % shape.hidden == 0,
         BLOCK_ROWS=shape.rows,
@@ -355,6 +364,8 @@ def row_stats(
         GROUP=tiles.GROUP,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        # Logits of a stored product must be the same numbers in both kernels.
+        enable_fp_fusion=product is None,
     )
     merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
         part_max,

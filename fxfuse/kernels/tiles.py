@@ -38,21 +38,19 @@ class Tile(NamedTuple):
     together: bool = False  # of one of those in which warpgroups share a tile
 
 
-# For a generation and the bytes of an operand's element: tiles by growing number of rows. A call takes the first that
-# covers its rows, or the last. Few rows are bound by reading the weight, many by the tensor cores.
-TILES: dict[tuple[str, int], tuple[Tile, ...]] = {
-    ("hopper", 2): (Tile(16, 128, 128, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)),
-    ("hopper", 4): (Tile(16, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3)),
+# For logits of 16-bit operands, and a generation: tiles by growing number of rows. A call takes the first that covers
+# its rows, or the last. Few rows are bound by reading the weight, many by the tensor cores.
+TILES: dict[str, tuple[Tile, ...]] = {
+    "hopper": (Tile(16, 128, 128, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)),
     # 99 KiB of shared memory at most, which is what sm_86, sm_89 and sm_120 have.
-    ("ampere", 2): (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
-    ("ampere", 4): (Tile(16, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3), Tile(128, 128, 16, 8, 3)),
+    "ampere": (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
     # Where elements are loaded one by one (see `loads_vectors`), each with an address in registers: small tiles.
-    ("elementwise", 2): (Tile(16, 64, 32, 4, 2), Tile(64, 128, 32, 8, 2)),
-    ("elementwise", 4): (Tile(16, 64, 32, 4, 2), Tile(64, 64, 32, 8, 2)),
+    "elementwise": (Tile(16, 64, 32, 4, 2), Tile(64, 128, 32, 8, 2)),
     # Small enough that small tests have many tiles and ragged edges.
-    ("interpreter", 2): (Tile(16, 32, 16, 4, 1),),
-    ("interpreter", 4): (Tile(16, 32, 16, 4, 1),),
+    "interpreter": (Tile(16, 32, 16, 4, 1),),
 }
+# For logits whose product is stored: memory bounds what reads it.
+STORED, INTERPRETED_STORED = Tile(8, 512, 1, 4, 1, slots=8), Tile(4, 32, 1, 4, 1, slots=2)
 
 
 # Triton's own functions of these names take microseconds outside of kernels.
@@ -94,12 +92,17 @@ def _has_gluon() -> bool:
 
 
 def tile(x: Tensor, weight: Tensor) -> Tile:
-    """The tile for logits of ``x [N, D]`` and ``weight [V, D]``."""
+    """The tile for logits of ``x [N, D]`` and ``weight [V, D]``, of 16 bits, whose product it makes."""
     generation = machine(x.device).generation
     if generation != "interpreter" and not (x.stride(1) == 1 and loads_vectors(x) and loads_vectors(weight)):
         generation = "elementwise"
-    choices = TILES[generation, x.dtype.itemsize]
+    choices = TILES[generation]
     return next((choice for choice in choices if choice.rows >= x.shape[0]), choices[-1])
+
+
+def stored(device: torch.device) -> Tile:
+    """The tile for logits whose product is stored; nothing is multiplied, so ``hidden`` says nothing."""
+    return INTERPRETED_STORED if machine(device).generation == "interpreter" else STORED
 
 
 # For kernels on tensor descriptors. Large tiles spare energy, which is what limits long products; where products are

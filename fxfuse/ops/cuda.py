@@ -1,11 +1,12 @@
 """The ops on a GPU: which way they take, and the general one.
 
 What ``hopper`` takes goes there. Otherwise Triton makes the statistics and the gradient of the logits, cuBLAS its
-products.
+products; in float32 cuBLAS makes the product of the logits as well, see ``kernels.logits``.
 
-Statistics take one sweep over the vocabulary and store no logits. Gradients go window by window: the gradient of
-the logits of a window of rows and classes is made in a buffer, multiplied with the weight and with the hidden states,
-and overwritten by the next. Nothing waits for the device, and nothing is added atomically.
+Statistics take one sweep over the vocabulary and store no logits, or in float32 a chunk of rows of them. Gradients go
+window by window: the gradient of the logits of a window of rows and classes is made in a buffer, multiplied with the
+weight and with the hidden states, and overwritten by the next. Of a loss in float32 they are made chunk by chunk, where
+the chunk's product was. Nothing waits for the device, and nothing is added atomically.
 
 Triton is imported on the first call. Without it, on GPUs before Ampere and for float64, ``chunked`` does the work.
 On CPU tensors the same code runs under Triton's interpreter (``TRITON_INTERPRET=1``), which is how it is tested where
@@ -17,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +28,12 @@ from ..kernels import tiles
 from ..transform import decode, steepest
 from . import chunked
 from .contract import Coefficients, Operands, Upstream, normalisation, stash_dtype
+from .windows import Gradients, chunks_of, multiply, on_vectors, windows_of
 
-# The buffer for the gradient of the logits: an eighth of the logits within these bounds, of whole tiles. Less costs
-# speed in short products, more costs memory that the fused ops are there to save.
-WINDOW_SHARE = 8
-LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 64 << 20, 512 << 20
-LEAST_WINDOW = 256
+# Of a chunk of stored products. With fewer rows a product is slow, or adding it to the sums for the weight takes as
+# long, on tensor cores.
+ROWS_OF_STATS, ROWS_OF_GRADIENTS = 512, 2048
+LEAST_PRODUCT_BYTES, MOST_PRODUCT_BYTES = 64 << 20, 1 << 30
 
 
 def linear_stats(
@@ -71,7 +72,7 @@ def linear_stats(
             out = hopper().linear_stats(head.call(), want_class_sum, want_entropy, want_top, skip_unindexed)
         return out.lse, out.picked, out.log_prob, out.class_sum, out.residual, out.entropy, out.top, out.argmax
     wanted = (index >= 0).any(1) if skip_unindexed else None
-    return head.stats(want_class_sum, wanted, want_entropy, want_top)
+    return head.stats(want_class_sum, wanted, want_entropy, want_top, memory)
 
 
 def linear_stats_backward(
@@ -140,10 +141,13 @@ def linear_loss(
             loss, grads = hopper().linear_loss(head.call(), c, needs)
         return loss, *grads
     c = Coefficients(c_lse, c_log_prob, c_class_sum).known(index)
-    up = _Upstream(*c.upstream())
-    lse, _, log_prob, class_sum, residual, *_ = head.stats(c_class_sum is not None, up.nonzero())
-    loss = c.loss(lse, log_prob, class_sum)
-    return loss, *head.gradients(lse, residual, up, needs, (stash_dtype(input.dtype),) * 3)
+    up, dtypes = _Upstream(*c.upstream()), (stash_dtype(input.dtype),) * 3
+    if head.stores_products():
+        stats, grads = head.stats_and_gradients(up, c_class_sum is not None, needs, dtypes)
+    else:
+        stats = head.stats(c_class_sum is not None, up.nonzero())
+        grads = head.gradients(stats.lse, stats.residual, up, needs, dtypes)
+    return c.loss(stats.lse, stats.log_prob, stats.class_sum), *grads
 
 
 def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_sum: bool, transform: str) -> bool:
@@ -237,6 +241,30 @@ class _Upstream(Upstream):
     def contiguous(self) -> _Upstream:
         return _Upstream(*map(contiguous, self))  # type: ignore[arg-type]
 
+    def at(self, rows: slice) -> _Upstream:
+        return _Upstream(*(None if g is None else g[rows] for g in self))  # type: ignore[arg-type]
+
+
+class RowStats(NamedTuple):
+    """The statistics of the contract, in its order; empty where not asked for."""
+
+    lse: Tensor
+    picked: Tensor
+    log_prob: Tensor
+    class_sum: Tensor
+    residual: Tensor
+    entropy: Tensor
+    top: Tensor
+    argmax: Tensor
+
+    @classmethod
+    def cat(cls, parts: list[RowStats]) -> RowStats:
+        """Of all rows, from those of their chunks."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+
+_EVERYTHING = slice(None)
+
 
 class GpuOperands(Operands):
     """The operands as the kernels take them: all contiguous but ``input`` and ``weight``."""
@@ -263,26 +291,44 @@ class GpuOperands(Operands):
     def call(self) -> Any:
         return hopper().Call(*self.leaves)
 
-    def stats(
-        self, want_class_sum: bool, wanted: Tensor | None, want_entropy: bool = False, want_top: bool = False
-    ) -> tuple[Tensor, ...]:
-        """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
-        from ..kernels.stats import row_stats
+    def stores_products(self) -> bool:
+        """Whether the product of the logits is stored, and not made by the kernels that need logits."""
+        return self.input.dtype == torch.float32 and self.input.shape[0] > 0
 
+    def stats(
+        self,
+        want_class_sum: bool,
+        wanted: Tensor | None,
+        want_entropy: bool = False,
+        want_top: bool = False,
+        memory: int = 0,
+    ) -> RowStats:
+        """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
+        wants = want_class_sum, want_entropy, want_top
         with current(self.input.device):
-            return row_stats(
-                self.input,
-                self.weight,
-                self.bias,
-                self.index,
-                self.class_weight,
-                self.scale,
-                self.transform,
-                want_class_sum,
-                wanted,
-                want_entropy,
-                want_top,
+            if not self.stores_products():
+                return self._row_stats(_EVERYTHING, wanted, *wants)
+            chunks = self._chunks(ROWS_OF_STATS, memory)
+            return RowStats.cat(
+                [self._row_stats(here, wanted, *wants, product) for here, product in self._products(chunks)]
             )
+
+    def stats_and_gradients(
+        self, up: _Upstream, want_class_sum: bool, needs: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, ...]
+    ) -> tuple[RowStats, tuple[Tensor, Tensor, Tensor]]:
+        """``stats`` of the rows with upstream gradients, and ``gradients``, of one product that is stored."""
+        up, wanted, chunks = up.contiguous(), up.nonzero(), self._chunks(ROWS_OF_GRADIENTS)
+        whole, parts = slice(0, self.weight.shape[0]), []
+        at_classes = self._on_vectors([whole])
+        with current(self.input.device):
+            grads = self._gradients(up, needs, (chunks, at_classes), None, dtypes)
+            for here, product in self._products(chunks):
+                parts.append(part := self._row_stats(here, wanted, want_class_sum, product=product))
+                if any(needs):
+                    self._write_dlogits(product, here, whole, part.lse, part.residual, up, product=product)
+                    for at in at_classes:
+                        grads.add(here, at, product[:, at])
+            return RowStats.cat(parts), grads.result()
 
     def gradients(
         self,
@@ -299,15 +345,11 @@ class GpuOperands(Operands):
         ``entropy [N]`` is the statistic, where ``up`` has a gradient for it.
         The window of the gradient of the logits takes at most ``memory`` bytes, if that is not 0.
         """
-        from ..kernels.dlogits import PAD, write_dlogits
-
         (rows, hidden), vocab = self.input.shape, self.weight.shape[0]
-        shapes = ((rows, hidden), (vocab, hidden), (vocab,))
-        new = self.input.new_zeros if rows == 0 else self.input.new_empty
         if rows == 0 or not any(needs):
             return tuple(  # type: ignore[return-value]
-                new(shape if need else (0,), dtype=dtype)
-                for shape, need, dtype in zip(shapes, needs, dtypes, strict=True)
+                self.input.new_zeros(shape if need else (0,), dtype=dtype)
+                for shape, need, dtype in zip(((rows, hidden), (vocab, hidden), (vocab,)), needs, dtypes, strict=True)
             )
         lse, residual, up = lse.contiguous(), residual.contiguous(), up.contiguous()
         entropy = contiguous(entropy)
@@ -315,112 +357,95 @@ class GpuOperands(Operands):
         if self.input.dtype == torch.float16:
             steep = abs(self.scale) * steepest(decode(self.transform))
             factor, undo = normalisation(up, self.class_weight, steep, entropy)
-        # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
-        x_for_weight = torch.where(up.nonzero()[:, None], self.input, 0.0) if needs[1] else self.input
-        row_windows, vocab_windows = windows_of(rows, vocab, self.input.dtype.itemsize, memory)
-        widest = -(-vocab_windows[0].stop // PAD) * PAD
-        buffer = new((row_windows[0].stop, widest))
-        d_input = ProductSum(shapes[0], self.input, dtypes[0], len(vocab_windows), undo) if needs[0] else None
-        d_weight = ProductSum(shapes[1], self.input, dtypes[1], len(row_windows), undo) if needs[1] else None
-        d_bias = self.input.new_zeros(shapes[2] if needs[2] else (0,), dtype=torch.float32)
+        at_rows, at_classes = windows_of(rows, vocab, self.input.dtype.itemsize, memory)
+        at_classes = self._on_vectors(at_classes)
+        buffer = self._buffer(at_rows[0].stop, at_classes[0].stop)
         with current(self.input.device):
-            for at_rows in row_windows:
-                here = _Upstream(*(None if g is None else g[at_rows] for g in up))  # type: ignore[arg-type]
-                x, index = self.input[at_rows], self.index[at_rows]
-                row_entropy = None if entropy is None else entropy[at_rows]
-                for at in vocab_windows:
-                    w, bias, c = (None if t is None else t[at] for t in (self.weight, self.bias, self.class_weight))
-                    assert w is not None
-                    dz = buffer[: x.shape[0], : w.shape[0]]
-                    write_dlogits(
-                        dz, x, w, bias, index, at.start, c, self.scale, self.transform, lse[at_rows],
-                        residual[at_rows], *here, row_entropy, factor,
+            grads = self._gradients(up, needs, (at_rows, at_classes), undo, dtypes)
+            for here in at_rows:
+                for at in at_classes:
+                    dz = buffer[: here.stop - here.start, : at.stop - at.start]
+                    if self.stores_products():
+                        multiply(self.input[here], self.weight[at].t(), dz)
+                    self._write_dlogits(
+                        dz, here, at, lse[here], residual[here], up, None if entropy is None else entropy[here], factor,
+                        product=dz if self.stores_products() else None,
                     )  # fmt: skip
-                    if d_input is not None:
-                        d_input.add(at_rows, dz, w)
-                    if d_weight is not None:
-                        d_weight.add(at, dz.t(), x_for_weight[at_rows])
-                    if needs[2]:
-                        d_bias[at] += dz.sum(0, dtype=torch.float32)
+                    grads.add(here, at, dz)
         # Before the sums are converted, which needs about as much memory again.
         del buffer, dz
-        if undo is not None:
-            d_bias *= undo
-        return (
-            new((0,), dtype=dtypes[0]) if d_input is None else d_input.result(),
-            new((0,), dtype=dtypes[1]) if d_weight is None else d_weight.result(),
-            d_bias.to(dtypes[2]),
-        )
+        return grads.result()
 
+    def _row_stats(
+        self,
+        here: slice,
+        wanted: Tensor | None,
+        want_class_sum: bool,
+        want_entropy: bool = False,
+        want_top: bool = False,
+        product: Tensor | None = None,
+    ) -> RowStats:
+        from ..kernels.stats import row_stats
 
-def windows_of(rows: int, vocab: int, itemsize: int, memory: int) -> tuple[list[slice], list[slice]]:
-    """Cut [rows, vocab] along one axis into equal windows of a bounded size: (slices of rows, of classes).
+        return RowStats(*row_stats(
+            self.input[here], self.weight, self.bias, self.index[here], self.class_weight, self.scale, self.transform,
+            want_class_sum, None if wanted is None else wanted[here], want_entropy, want_top, product,
+        ))  # fmt: skip
 
-    Windows over the vocabulary finish their part of the weight's gradient and add to the input's, in float32; windows
-    over rows do the reverse. The longer axis is cut, so that the smaller gradient is the one accumulated.
-    """
-    long, short = max(rows, vocab), min(rows, vocab)
-    window = min(max(rows * vocab * itemsize // WINDOW_SHARE, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
-    window = min(window, memory or window)
-    most = max(1, window // (short * itemsize * LEAST_WINDOW)) * LEAST_WINDOW
-    count = -(-long // most)
-    # Equal windows, but for whole tiles: a short last one would waste a product.
-    step = -(-long // (count * LEAST_WINDOW)) * LEAST_WINDOW
-    cut = [slice(start, min(start + step, long)) for start in range(0, long, step)]
-    return (cut, [slice(0, vocab)]) if rows > vocab else ([slice(0, rows)], cut)
-
-
-class ProductSum:
-    """A gradient ``[M, D]`` whose row slices are each a sum of ``terms`` products, accumulated in float32.
-
-    ``undo`` is a one-element float32 factor of the result. A single product goes straight into ``dtype``.
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, terms: int, undo: Tensor | None
+    def _write_dlogits(
+        self,
+        dz: Tensor,
+        here: slice,
+        at: slice,
+        lse: Tensor,
+        residual: Tensor,
+        up: _Upstream,
+        entropy: Tensor | None = None,
+        factor: Tensor | None = None,
+        product: Tensor | None = None,
     ) -> None:
-        self.dtype, self.undo = dtype, undo
-        direct = terms == 1 and undo is None
-        self.total = like.new_empty(shape, dtype=dtype if direct else torch.float32)
-        self.begun: set[int] = set()
+        """Of a window of rows and classes; ``lse``, ``residual`` and ``entropy`` are those of the rows."""
+        from ..kernels.dlogits import write_dlogits
 
-    def add(self, at: slice, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b`` to the rows ``at``."""
-        if at.start in self.begun:
-            _add_product(a, b, self.total[at])
-        else:
-            multiply(a, b, self.total[at])
-            self.begun.add(at.start)
+        bias, c = (None if t is None else t[at] for t in (self.bias, self.class_weight))
+        write_dlogits(
+            dz, self.input[here], self.weight[at], bias, self.index[here], at.start, c, self.scale, self.transform, lse,
+            residual, *up.at(here), entropy, factor, product,
+        )  # fmt: skip
 
-    def result(self) -> Tensor:
-        if self.undo is not None:
-            self.total *= self.undo
-        return self.total.to(self.dtype)
+    def _gradients(
+        self,
+        up: _Upstream,
+        needs: tuple[bool, bool, bool],
+        cut: tuple[list[slice], list[slice]],
+        undo: Tensor | None,
+        dtypes: tuple[torch.dtype, ...],
+    ) -> Gradients:
+        # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
+        counted = torch.where(up.nonzero()[:, None], self.input, 0.0) if needs[1] else self.input
+        return Gradients(self.input, self.weight, self.bias, counted, needs, cut, undo, dtypes)
 
+    def _chunks(self, rows: int, memory: int = 0) -> list[slice]:
+        """Chunks of so many rows, or of more or fewer within the bytes."""
+        row_bytes = tiles.padded(self.weight.shape[0]) * self.input.element_size()
+        most = min(max(rows * row_bytes, LEAST_PRODUCT_BYTES), MOST_PRODUCT_BYTES)
+        return chunks_of(self.input.shape[0], row_bytes, min(most, memory or most))
 
-# --- products -------------------------------------------------------------------------------------------------
-# The overloads are named, so that a PyTorch without them raises instead of choosing another. An addmm with a float32
-# sum beside 16-bit factors is PyTorch 2.11's; before, the sum had to have the factors' dtype.
+    def _products(self, chunks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+        """``input @ weight.T`` of each chunk of rows, in the memory of the one before."""
+        vocab = self.weight.shape[0]
+        buffer = self._buffer(chunks[0].stop, vocab)
+        for here in chunks:
+            product = buffer[: here.stop - here.start, :vocab]
+            for at in self._on_vectors([slice(0, vocab)]):
+                multiply(self.input[here], self.weight[at].t(), product[:, at])
+            yield here, product
 
+    def _on_vectors(self, classes: list[slice]) -> list[slice]:
+        return on_vectors(classes) if tiles.dot_precision(self.input.dtype) == "tf32" else classes
 
-def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``out = a @ b``; ``out`` has the operands' dtype, or is float32 and gets the unrounded product."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
-    else:  # the interpreter's tensors: ATen has no such product on a CPU
-        torch.mm(a.float(), b.float(), out=out)
-
-
-def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
-    """``total += a @ b`` in float32."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())
+    def _buffer(self, rows: int, classes: int) -> Tensor:
+        return self.input.new_empty((rows, tiles.padded(classes)))
 
 
 # --- whether and where ----------------------------------------------------------------------------------------

@@ -26,10 +26,7 @@ from .divergence import (
     linear_divergence_chunked,
     taken_apart,
 )
-from .windows import Gradients
-
-# Rows of a chunk of the forward are a multiple of this where they fit: whole tiles of a product.
-ROWS = 128
+from .windows import Gradients, chunks_of, multiply, window_bytes, windows_of
 
 
 class _Head(NamedTuple):
@@ -53,7 +50,7 @@ class _Head(NamedTuple):
     def product(self, at_rows: slice, at_classes: slice, buffer: Tensor) -> tuple[Tensor, Tensor | None, float, str]:
         """``input @ weight.T`` there, float32 in ``buffer``, and what makes it logits."""
         product = _window(buffer, at_rows, at_classes)
-        cuda.multiply(self.input[at_rows], self.weight[at_classes].t(), product)
+        multiply(self.input[at_rows], self.weight[at_classes].t(), product)
         return product, None if self.bias is None else self.bias[at_classes], self.scale, self.transform
 
     def factor(self, bound: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -77,17 +74,6 @@ def _buffer(input: Tensor, rows: slice, classes: slice, dtype: torch.dtype) -> T
     return input.new_empty((rows.stop, tiles.padded(classes.stop)), dtype=dtype)
 
 
-def _chunks(rows: int, vocab: int, memory: int) -> list[slice]:
-    """Equal chunks of rows, of both heads' products in float32 in as much memory as ``cuda.windows_of`` allows."""
-    row_bytes = 2 * 4 * vocab
-    most = min(max(rows * row_bytes // cuda.WINDOW_SHARE, cuda.LEAST_WINDOW_BYTES), cuda.MOST_WINDOW_BYTES)
-    step = max(1, min(most, memory or most) // row_bytes)
-    step = tiles.cdiv(rows, tiles.cdiv(rows, step))
-    if step > ROWS:
-        step = tiles.cdiv(step, ROWS) * ROWS
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
 def linear_divergence(
     *args: Any, share: float = 0.0, transform: str = "", teacher_transform: str = "", memory: int = 0
 ) -> Divergences:
@@ -102,7 +88,8 @@ def linear_divergence(
     heads = _Head.both(operands, transform, teacher_transform)
     rows, vocab = operands.input.shape[0], operands.weight.shape[0]
     out = Divergences.empty(operands, share)
-    chunks, whole = _chunks(rows, vocab, memory), slice(0, vocab)
+    row_bytes, whole = 2 * 4 * vocab, slice(0, vocab)  # of both heads' products
+    chunks = chunks_of(rows, row_bytes, window_bytes(rows * row_bytes, memory))
     buffers = [_buffer(operands.input, chunks[0], whole, torch.float32) for _ in heads]
     with cuda.current(operands.input.device):
         for here in chunks:
@@ -138,7 +125,7 @@ def linear_divergence_backward(
     active = g.active[:, None]
     wanted = any(needs[:3]), any(needs[3:])
     element = 2 * 4 + sum(head.input.dtype.itemsize for head, want in zip(heads, wanted, strict=True) if want)
-    cut = cuda.windows_of(rows, vocab, element, memory)
+    cut = windows_of(rows, vocab, element, memory)
     at_rows, at_classes = cut
     sums, buffers, factors = [], [], []
     for head, need, want, bound in zip(heads, (needs[:3], needs[3:]), wanted, _bounds(have, g, g_u), strict=True):

@@ -16,7 +16,7 @@ from ..transform import decode, steepest
 from . import cuda
 from .contract import power_of_two
 from .softmax import linear_softmax_backward_chunked, linear_softmax_chunked
-from .windows import Gradients
+from .windows import Gradients, multiply, windows_of
 
 
 def linear_softmax(
@@ -47,7 +47,7 @@ def linear_softmax(
             if call is not None and cuda.hopper().suits_products(call, product):
                 lse, residual = cuda.hopper().products(call, product)
             else:
-                cuda.multiply(input, weight.t(), product)
+                multiply(input, weight.t(), product)
                 lse, residual = row_stats(product, head.bias, head.scale, transform)
             write_softmax(out, product, head.bias, lse, residual, head.scale, transform, log)
     return out
@@ -77,7 +77,7 @@ def linear_softmax_backward(
 
     (rows, vocab), out, bias = out.shape, out.contiguous(), cuda.contiguous(bias)
     # Beside the gradient, what was transformed, in float32.
-    cut = cuda.windows_of(rows, vocab, input.dtype.itemsize + 4 * bool(transform), memory)
+    cut = windows_of(rows, vocab, input.dtype.itemsize + 4 * bool(transform), memory)
     at_rows, at_classes = cut
     with cuda.current(input.device):
         mean, bound = mean_and_bound(out, g, log)
@@ -93,7 +93,7 @@ def linear_softmax_backward(
                 dz, product = buffer[window], None
                 if transform:
                     product = products[window]
-                    cuda.multiply(input[here], weight[at].t(), product)
+                    multiply(input[here], weight[at].t(), product)
                 write_gradient(
                     dz, out[here], g[here], mean[here], at.start, product, None if bias is None else bias[at],
                     float(scale), transform, factor, log,
