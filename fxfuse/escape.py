@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -11,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from . import compat
 from .algebra import ClassTensor, Logits, quickly_replace
 from .defer import defer
 from .deferred import DeferredLogits
 from .eager import dense
-from .mutation import Timeline, storages
+from .mutation import Timeline, example_of, is_pure, storages
 from .replay import Emit
 from .report.chain import Way
 from .report.records import Site
@@ -128,6 +129,8 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     others = {node for node in output.all_input_nodes if node not in escaped.nodes()}
     if any(storages(node) & storages(escaped.node) for node in others):
         return "beside a view of them"
+    if value.requires_grad and any(isinstance(operand, Node) and _hides_gradients(operand) for operand, _ in operands):
+        return "of a view that has a hook or a backward of its own"
     if any(function_name(node) == "set_" for node in output.graph.nodes):
         return "from a graph that assigns to .data"  # what shared memory before can no longer be told
     for operand, read_at in operands:
@@ -148,6 +151,40 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     if (made or not _is_given(head.weight)) and compat.hint(value.hidden) > rows:
         return "fewer than the weight, which is computed in the graph"
     return ""
+
+
+def _hides_gradients(operand: Node) -> bool:
+    """Whether gradients of an operand are changed on their way to memory of which it is a view.
+
+    What a graph returns of memory that it was given, or returns twice, AOTAutograd makes anew as a view of that, with
+    a view's gradient: it leaves out hooks and ``torch.autograd.Function``s that have no memory of their own.
+    """
+    example, memory, node, has_hook = example_of(operand), storages(operand), operand, False
+    while example.requires_grad and node.op in ("call_function", "call_method"):
+        made_of = node.args[0] if node.args else None
+        if function_name(node) == "register_hook" or (
+            node.target is operator.getitem and not isinstance(example_of(made_of), Tensor)  # one of several results
+        ):
+            has_hook |= node.target is not operator.getitem
+            node = made_of  # type: ignore[assignment]
+            continue
+        sources = [argument for argument in node.all_input_nodes if storages(argument) & memory]
+        if not (node.op == "call_method" or is_pure(node.target)):
+            return bool(sources) or (example._is_view() and _changes_gradients(node))
+        has_hook |= any(function_name(user) == "register_hook" for user in node.users)
+        if has_hook or not sources:
+            return bool(sources)
+        node = sources[0]
+    return False
+
+
+def _changes_gradients(node: Node) -> bool:
+    """Whether there are hooks or ``torch.autograd.Function``s in the graphs that a node runs."""
+    if function_name(node) in ("register_hook", "autograd_function_apply"):
+        return True
+    owner = node.graph.owning_module
+    bodies = (getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
+    return any(_changes_gradients(n) for body in bodies if isinstance(body, GraphModule) for n in body.graph.nodes)
 
 
 def _has_other_versions(weight: Node, others: Set[Node]) -> bool:

@@ -94,10 +94,10 @@ def writes(node: Node) -> Writes:
     name = getattr(node.target, "__name__", "")
     if _is_inplace_name(name) or any(part in name for part in _UPDATING) or _asks_for_inplace(node):
         return Writes(node.all_input_nodes)
-    return Writes(written) if _is_pure(node.target) else Writes(node.all_input_nodes, certain=False)
+    return Writes(written) if is_pure(node.target) else Writes(node.all_input_nodes, certain=False)
 
 
-def _is_pure(target: Any) -> bool:
+def is_pure(target: Any) -> bool:
     """Whether a function without an in-place name is PyTorch's or Python's own, which then writes to nothing.
 
     A user's function that Dynamo was told not to look into, a higher-order operator or a NumPy call may write.
