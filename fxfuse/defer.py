@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from . import compat
@@ -38,6 +39,7 @@ class _Projection(torch.autograd.Function):
         # What eager's linear keeps: either operand for the other's gradient. A transform's slope needs the logits.
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         needs_all = bool(value.transform)
+        ctx.saves = needs_input or needs_weight or needs_all
         ctx.save_for_backward(
             input if needs_weight or needs_all else None,
             weight if needs_input or needs_all else None,
@@ -49,10 +51,12 @@ class _Projection(torch.autograd.Function):
         return _made(value, strides, origin, input.device)
 
     @staticmethod
+    @torch._dynamo.disable  # which would unpack what was saved once more, as checkpoints forbid
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
             return (None,) * 4
-        input, weight, bias = ctx.saved_tensors
+        # Asking for what was saved raises in a second backward, which there may be of a bias alone.
+        input, weight, bias = ctx.saved_tensors if ctx.saves else (None, None, None)
         head = ctx.value.head.of(input=input, weight=weight, bias=bias)
         return *pull_back(replace(ctx.value, head=head), g, ctx.needs_input_grad[:3]), None
 

@@ -29,8 +29,8 @@ _NEIGHBOURS = 4
 _IN_PLACE = "it was changed in place"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# By their ids, as one that a finaliser reads may leave while these are listed.
-_unread: weakref.WeakValueDictionary[int, Operands] = weakref.WeakValueDictionary()
+# By their ids, as one that a finaliser ends may leave while these are listed.
+_living: weakref.WeakValueDictionary[int, Operands] = weakref.WeakValueDictionary()
 
 
 class _Seal:
@@ -44,6 +44,7 @@ class _Seal:
     def __init__(self, tensor: Tensor, copy: Tensor | None = None) -> None:
         self.version = None if tensor.is_inference() else tensor._version
         self.address = tensor.data_ptr()
+        self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
         self.sample_of = _sample if copy is None else Tensor.detach
         self.sample = _sample(tensor) if copy is None else copy
 
@@ -51,18 +52,21 @@ class _Seal:
         """Whether autograd knows of a write to ``tensor``."""
         return self.version is not None and tensor._version != self.version
 
-    def broken(self, tensor: Tensor) -> str:
-        """How ``tensor`` was changed; empty if it was not, as far as can be seen."""
+    def broken(self, tensor: Tensor, copy: Tensor | None = None) -> str:
+        """How ``tensor`` was changed; empty if it was not, as far as can be seen: with a ``copy``, certainly."""
         if tensor.untyped_storage().nbytes() == 0:
             return "its memory was freed (by FSDP, say, which keeps it with reshard_after_forward=False)"
         if tensor.data_ptr() != self.address:
             return "its .data was replaced"
         if self.is_written_to(tensor):
             return _IN_PLACE
+        if self.is_open and copy is None:
+            return "an optimizer's step has changed it"
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return ""  # nothing may wait for the device
-        same = torch.equal(_bits(self.sample_of(tensor)), _bits(self.sample))
-        return "" if same else "it was changed behind autograd's back"
+        now, then = (self.sample_of(tensor), self.sample) if copy is None else (tensor.detach(), copy)
+        now = now.resolve_neg()
+        return "" if torch.equal(_bits(now), _bits(then)) else "it was changed behind autograd's back"
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -159,7 +163,8 @@ class Operands:
         operands = _operands_of(head)
         # Logits would keep all of the memory that hidden states of a few tokens are a part of.
         copied = exposed or head.input.untyped_storage().nbytes() > 2 * head.input.nbytes
-        self._exposed: dict[str, Tensor] = {"input": head.input.detach().clone()} if copied else {}
+        # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
+        self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
         self._copies = dict(self._exposed)
         self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in operands.items()}
         self._originals = {**operands, "input": head.input.detach(), **self._exposed}
@@ -167,12 +172,13 @@ class Operands:
         self._trained: weakref.ref[Trained] | None = None
         self._logits: weakref.ref[Any] | None = None
         self._user: weakref.ref[Any] | None = None
+        self._is_read = False
         self.size = 0
         self.lock = threading.RLock()
         self.stream = torch.cuda.current_stream(head.input.device) if head.input.is_cuda else None
         self._in_capture = head.input.is_cuda and torch.cuda.is_current_stream_capturing()
         _watch.begin()
-        _unread[id(self)] = self
+        _living[id(self)] = self
         _watch.now()
 
     def as_they_were(self) -> Head:
@@ -223,7 +229,7 @@ class Operands:
     def are_copied(self) -> bool:
         """Whether an operand was changed and there is a copy of it, through which no gradient flows."""
         originals = self._as_others_have_them()
-        return any(self._seals[name].broken(originals[name]) for name in self._copies)
+        return any(self._seals[name].broken(originals[name], copy) for name, copy in self._copies.items())
 
     def trained_by(self, trained: Trained) -> None:
         """These are the operands for gradients too, as long as something keeps ``trained``."""
@@ -253,13 +259,17 @@ class Operands:
 
     def are_read(self) -> None:
         """From now on the logits exist: no copy is needed, but of what others may write to."""
-        _unread.pop(id(self), None)
+        self._is_read = True
         self._copies = dict(self._exposed)
+
+    def are_unread(self) -> bool:
+        """Whether something may be computed from them."""
+        return not self._is_read
 
     def are_wanted(self, user: Any) -> None:
         """Undo ``are_read``: something has to be computed from them again, as long as ``user.needs_operands()``."""
         self._user = weakref.ref(user)
-        _unread[id(self)] = self
+        self._is_read = False
 
     def are_needed(self) -> bool:
         """Whether something will be computed from them: what would have been may be gone."""
@@ -274,18 +284,18 @@ class Operands:
         return self._copies.get("weight", weight) if compat.storage(weight) in storages else None
 
     def keep(self, storages: set[int | None], copies: dict[int, Tensor]) -> None:
-        """Copy the operands that lie in ``storages``, unless another thread has read the logits meanwhile."""
+        """Copy the operands that lie in ``storages``, unless the logits have been read: by another thread, perhaps."""
         with self.lock:
-            if _unread.get(id(self)) is not self:
-                return
             for name, seal in self._seals.items():
                 tensor = self._originals[name]
-                if name in self._copies or compat.storage(tensor) not in storages or seal.broken(tensor):
-                    continue  # what has changed already is too late to copy; reading says so
-                if id(tensor) not in copies:
-                    copies[id(tensor)] = tensor.detach().clone()
-                    self._on_copy(copies[id(tensor)].nbytes)
-                self._copies[name] = copies[id(tensor)]
+                if name in self._copies or compat.storage(tensor) not in storages:
+                    continue
+                if not (self._is_read or seal.broken(tensor)):  # which is too late to copy; reading says so
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = tensor.detach().clone()
+                        self._on_copy(copies[id(tensor)].nbytes)
+                    self._copies[name] = copies[id(tensor)]
+                seal.is_open = True
 
 
 @torch._dynamo.disable(reason=errors.STEP_NOT_TRACEABLE)
@@ -311,26 +321,22 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _copy(optimizer: torch.optim.Optimizer) -> None:
-    waiting = []
-    for ref in _unread.valuerefs():
-        operands = ref()
-        if operands is None:
-            continue
-        if operands.are_needed():
-            waiting.append(operands)
-        else:
+    living = [operands for ref in _living.valuerefs() if (operands := ref()) is not None]
+    for operands in living:
+        if not operands.are_needed():
             operands.are_read()
-    if not waiting:
+    if not living:
         return
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     storages = {compat.storage(p) for p in parameters}
     copies: dict[int, Tensor] = {}
-    for operands in _without_small(waiting, storages):
+    _read_small([operands for operands in living if operands.are_unread()], storages)
+    for operands in living:
         operands.keep(storages, copies)
 
 
-def _without_small(waiting: list[Operands], storages: set[int | None]) -> list[Operands]:
-    """The same without those whose logits were detached and take no more memory than a copy: these are computed.
+def _read_small(waiting: list[Operands], storages: set[int | None]) -> None:
+    """Compute the logits of those whose logits were detached and take no more memory than a copy.
 
     Such are kept to be read later, step after step perhaps, each of which would have a copy of the weight.
     """
@@ -341,12 +347,11 @@ def _without_small(waiting: list[Operands], storages: set[int | None]) -> list[O
         if weight is not None:
             users.setdefault(id(weight), []).append(operands)
             sizes[id(weight)] = weight.nbytes
-    computed: set[Operands] = set()
     for key, some in users.items():
         small = sum(one.size for one in some) <= sizes[key] and all(map(Operands.are_detached, some))
         if small and not any(map(Operands.are_stale, some)):
-            computed.update(one for one in some if one.read())
-    return [operands for operands in waiting if operands not in computed]
+            for one in some:
+                one.read()
 
 
 class _Watch:

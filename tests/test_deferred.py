@@ -1421,7 +1421,7 @@ def test_a_copy_that_a_step_is_about_to_make_of_what_was_just_read(monkeypatch: 
         keep(*args)
 
     monkeypatch.setattr(operands.Operands, "keep", read_first)
-    monkeypatch.setattr(operands, "_without_small", lambda waiting, storages: waiting)
+    monkeypatch.setattr(operands, "_read_small", lambda waiting, storages: None)
     world.w.grad = torch.ones_like(world.w)
     torch.optim.SGD([world.w], lr=0.1).step()
     assert not _has_copy(z)
@@ -1534,6 +1534,32 @@ def test_a_read_after_an_optimizers_step_is_of_before_it(name: str) -> None:
             return [z.argmax(-1), z + 0, z[0, -1] * 2, ce(z, world.y), world.w + 0]
 
     torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
+
+
+@pytest.mark.parametrize("read", [None, "row", "all", "loss"])
+@pytest.mark.parametrize("at", [(0, 0), (3, 2), (7, 3)])
+def test_a_step_that_neither_a_version_nor_a_sample_shows(at: tuple[int, int], read: str | None) -> None:
+    """A fused step leaves the version as it is, and changes one element here: what was read before it, or not."""
+
+    def run(world: World) -> list[Tensor]:
+        world.w = torch.nn.Parameter(world.w.detach().clone())
+        optimizer = torch.optim.SGD([world.w], lr=1.0, fused=True)
+        z = world.z
+        if read is not None:
+            {"row": lambda: z[0, 0].sin(), "all": lambda: z.sin(), "loss": lambda: ce(z, world.y)}[read]()
+        world.w.grad = torch.zeros_like(world.w)
+        world.w.grad[at] = 3.0
+        optimizer.step()
+        loss = ce(z, world.y)
+        world.w.grad = None
+        loss.backward()
+        with torch.no_grad():
+            return [loss, world.w.grad, z.sum(), z.logsumexp(-1), z[0, -1] * 2, ce(z, world.y), z.argmax(-1)]
+
+    before = World.make().w
+    actual, expected = run(DeferredWorld.make()), run(World.make())
+    torch.testing.assert_close(actual, expected)
+    assert before._version == 0  # the world's own is not what was changed
 
 
 def test_accuracy_after_a_step_is_read_without_logits() -> None:
@@ -2669,6 +2695,54 @@ def test_a_head_compiled_alone(program: Any, inner: str) -> None:
             f = torch.enable_grad()(lambda x, head=head: head(x))
         results.append((program(head, compiled(f, inner=inner) if ours else f), head.weight.grad, head.bias.grad))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("which", ["weight", "bias", "input"])
+def test_operands_that_are_negated_when_they_are_read(which: str) -> None:
+    """As the imaginary part of a conjugate is, with gaps in its memory."""
+    torch._dynamo.reset()
+    leaves = {"input": torch.randn(5, 8), "weight": torch.randn(40, 8), "bias": torch.randn(40)}
+    leaves[which] = torch.complex(leaves[which], leaves[which] + 1)
+    made = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+    made[which] = leaves[which].conj().imag
+    assert made[which].is_neg() and made[which].stride(-1) == 2
+
+    def read(z: Tensor) -> list[Tensor]:
+        losses = [F.cross_entropy(z, torch.arange(5)), z.sin().sum()]
+        return [*losses, *torch.autograd.grad(sum(losses), list(leaves.values())), z + 0]
+
+    z = compiled(F.linear)(**made)
+    assert isinstance(z, DeferredLogits)
+    torch.testing.assert_close(read(z), read(F.linear(**made)))
+
+
+def test_two_backwards_of_a_bias_alone() -> None:
+    """For which eager's linear saves nothing that the first could free."""
+    torch._dynamo.reset()
+    head = torch.nn.Linear(4, 20)
+    head.weight.requires_grad_(False)
+    z = compiled(head)(torch.randn(3, 4))
+    assert isinstance(z, DeferredLogits)
+    z.square().sum().backward()
+    once = head.bias.grad.clone()
+    z.square().sum().backward()
+    torch.testing.assert_close(head.bias.grad, 2 * once)
+
+
+@pytest.mark.parametrize("loss", [lambda z: z.square().sum(), lambda z: F.cross_entropy(z, torch.arange(3))])
+def test_the_backward_of_a_checkpoint_in_compiled_code(loss: Any) -> None:
+    """Which unpacks what it saved once: Dynamo must not trace our formulas, as it does eager code's."""
+    torch._dynamo.reset()
+    head, x = torch.nn.Linear(4, 20), torch.randn(3, 4, requires_grad=True)
+    model = compiled(head)
+
+    @torch.compile(backend="eager")
+    def step(z: Tensor) -> None:
+        loss(z).backward()
+
+    step(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
+    (expected,) = torch.autograd.grad(loss(head(x)), x)
+    torch.testing.assert_close(x.grad, expected)
 
 
 def test_under_autocast(device: str) -> None:

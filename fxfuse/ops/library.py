@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
@@ -27,7 +28,8 @@ def differentiable(op: OpOverload, backward: Any, setup: Any) -> None:
     is not for tensors that require gradients.
     """
     name, schema = op.name().removeprefix("fxfuse::"), str(op._schema)
-    torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=lib)
+    # Dynamo, tracing a backward, would unpack what was saved once more than checkpoints allow.
+    torch.library.register_autograd(op.name(), torch._dynamo.disable(backward), setup_context=setup, lib=lib)
     lib.define(f"{name}.beneath_autograd{schema[schema.index('(') :]}", tags=op.tags)
     beneath_autograd[op] = getattr(torch.ops.fxfuse, name).beneath_autograd
     torch.library.register_fake(beneath_autograd[op].name(), op, lib=lib)
