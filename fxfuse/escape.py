@@ -130,7 +130,7 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     if any(storages(node) & storages(escaped.node) for node in others):
         return "beside a view of them"
     if value.requires_grad and any(isinstance(operand, Node) and _hides_gradients(operand) for operand, _ in operands):
-        return "of a view that has a hook or a backward of its own"
+        return "of a view that has a hook or a backward of its own, or none"
     if any(function_name(node) == "set_" for node in output.graph.nodes):
         return "from a graph that assigns to .data"  # what shared memory before can no longer be told
     for operand, read_at in operands:
@@ -154,7 +154,7 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
 
 
 def _hides_gradients(operand: Node) -> bool:
-    """Whether gradients of an operand are changed on their way to memory of which it is a view.
+    """Whether gradients of an operand are changed, or end, on their way to memory of which it is a view.
 
     What a graph returns of memory that it was given, or returns twice, AOTAutograd makes anew as a view of that, with
     a view's gradient: it leaves out hooks and ``torch.autograd.Function``s that have no memory of their own.
@@ -172,7 +172,8 @@ def _hides_gradients(operand: Node) -> bool:
         if not (node.op == "call_method" or is_pure(node.target)):
             return bool(sources) or (example._is_view() and _changes_gradients(node))
         has_hook |= any(function_name(user) == "register_hook" for user in node.users)
-        if has_hook or not sources:
+        made = example_of(node)
+        if has_hook or not sources or (made.is_leaf and made._is_view()):  # under no_grad: none goes past it
             return bool(sources)
         node = sources[0]
     return False
@@ -231,8 +232,13 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
 
     positions = positions_of(escaped.node)
     views = tuple((positions_of(view), chain) for view, chain in escaped.views)
-    input = value.hidden_states(emit)
     weight, bias = value.classes(emit) if value.class_ops else (head.weight, head.bias)
+    input, weight, bias, filled = (
+        # Else AOTAutograd would make a backward of what is before them, of which eager has none.
+        operand if operand in arguments or value.requires_grad else operand and emit(Tensor.detach, operand)
+        for operand in (value.hidden_states(emit), weight, bias, value.filled(emit))
+    )
+    assert input is not None
     others = (*arguments, *(n for n in output.all_input_nodes if n not in escaped.nodes()))
     exposed = any(storages(input) & storages(node) for node in others)
     for i in (*positions, *(i for places, _ in views for i in places)):
@@ -247,7 +253,7 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
             returned.append(operand)
         return _Result(returned.index(operand))
 
-    at: list[Any] = [place(operand) for operand in (input, weight, bias, value.filled(emit))]
+    at: list[Any] = [place(operand) for operand in (input, weight, bias, filled)]
     output.args = (tuple(returned),)
     transposed = head.weight_transposed and not value.class_ops
     bare = replace(head, input=None, weight=None, bias=None, weight_transposed=transposed)

@@ -664,11 +664,21 @@ def _checkpointed(f: Any, x: torch.Tensor) -> Any:
     return torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)
 
 
+def _view_without_gradient(x: torch.Tensor) -> torch.Tensor:
+    """To autograd it is a leaf."""
+    with torch.no_grad():
+        return x[:]
+
+
+def _loss_too(z: torch.Tensor) -> Any:
+    return z, F.cross_entropy(z, torch.arange(4))
+
+
 def _two_heads_of(h: torch.Tensor, w: torch.Tensor) -> Any:
     return F.linear(h, w), F.linear(h.detach(), w)
 
 
-# What each returns besides logits is the hidden states, or nothing.
+# What each returns besides logits is the hidden states, a loss, or nothing.
 HIDDEN_GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "function of what is returned": lambda x, w: (F.linear(h := _Turned.apply(x.tanh()), w), h),
     "function of a view of what is returned": lambda x, w: (F.linear(_Turned.apply(h := x.tanh()), w), h),
@@ -683,6 +693,11 @@ HIDDEN_GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
         F.linear(h := _checkpointed(lambda x: _Turned.apply(x.tanh()), x), w), h,
     ),
     "hook in a checkpoint": lambda x, w: (F.linear(h := _checkpointed(lambda x: _hooked(x.tanh()[:]), x), w), h),
+    "view of an input without a gradient": lambda x, w: _loss_too(F.linear(_view_without_gradient(x), w)),
+    "view of a weight without a gradient": lambda x, w: _loss_too(F.linear(x, _view_without_gradient(w))),
+    "view of a view without a gradient": lambda x, w: _loss_too(
+        F.linear(_view_without_gradient(x).view(2, 2, 6), w).view(4, 37)
+    ),
 }  # fmt: skip
 SEEN_GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "view that is returned": lambda x, w: (F.linear(h := x.tanh().view(2, 2, 6), w).view(4, 37), h),
@@ -703,11 +718,12 @@ def test_gradients_that_change_on_their_way_to_the_operands(name: str, inner: st
         torch._dynamo.reset()
         torch.manual_seed(0)
         x, w = torch.randn(4, 6, requires_grad=True), torch.randn(37, 6, requires_grad=True)
-        z, other = f(x, w)
+        z, other = f(x * 1, w * 1)
         loss = F.cross_entropy(z, torch.arange(4))
         if other is not None and other.requires_grad:
             loss = loss + (other.flatten() * torch.arange(other.numel())).sum() / 100
-        return loss, *torch.autograd.grad(loss, (x, w)), z
+        loss.backward()
+        return loss, x.grad, w.grad, z
 
     program = (HIDDEN_GRADIENTS | SEEN_GRADIENTS)[name]
     *actual, z = run(compiled(program, inner=inner))
