@@ -121,5 +121,5 @@ def defer(
             made = _made(value, strides, origin, head.input.device)
     with compat.no_torch_function():
         describe(made, quickly_replace(value, head=operands.head, requires_grad=made.requires_grad))
-        operands.are_of(size, weakref.ref(made._deferred))
+        operands.are_of(size, weakref.ref(made._deferred), origin)
     return made

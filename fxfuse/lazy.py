@@ -101,6 +101,8 @@ class State:
             if self.others:
                 join(self)
             self.memory.views.add(self)
+            for origin in self.origins:
+                origin.derived[id(self)] = self
             for part in () if self.is_view else parents:
                 part.memory.made_of_it.add(self)
 

@@ -59,12 +59,11 @@ class LazyTensor(Tensor):
     @torch._dynamo.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():
-            if func is _aten.detach_.default:
-                return args[0]  # which it does nothing to in this mode
-            # What consists of operators comes here whole, past what knows of views: taken apart, as everywhere else.
-            if compat.consists_of_others(func):
-                return compat.taken_apart(func, *args, **kwargs)
+        if func is _aten.detach_.default and (torch.is_inference_mode_enabled() or args[0].is_inference()):
+            return args[0]  # which it does nothing to
+        if torch.is_inference_mode_enabled() and compat.consists_of_others(func):
+            # It comes here whole, past what knows of views: taken apart, as everywhere else.
+            return compat.taken_apart(func, *args, **kwargs)
         if _mode.becoming:
             args[1]._deferred.meta = args[0]._deferred.meta  # which lies where it did
             args[0]._deferred = args[1]._deferred

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import compat, errors
@@ -48,6 +49,10 @@ class _Seal:
         self.sample_of = _sample if copy is None else Tensor.detach
         self.sample = _sample(tensor) if copy is None else copy
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies where it did: its ``.data`` may have been replaced."""
+        return tensor.data_ptr() == self.address
+
     def is_written_to(self, tensor: Tensor) -> bool:
         """Whether autograd knows of a write to ``tensor``."""
         return self.version is not None and tensor._version != self.version
@@ -56,7 +61,7 @@ class _Seal:
         """How ``tensor`` was changed; empty if it was not, as far as can be seen: with a ``copy``, certainly."""
         if tensor.untyped_storage().nbytes() == 0:
             return "its memory was freed (by FSDP, say, which keeps it with reshard_after_forward=False)"
-        if tensor.data_ptr() != self.address:
+        if not self.is_of(tensor):
             return "its .data was replaced"
         if self.is_written_to(tensor):
             return _IN_PLACE
@@ -242,9 +247,16 @@ class Operands:
             return self.head
         return trained.head if trained.lead_where_they_did() else None
 
-    def are_of(self, size: int, logits: weakref.ref[Any]) -> None:
-        """Their logits have so many bytes, and are what the ``logits``' method ``read`` computes."""
-        self.size, self._logits = size, logits
+    def are_of(self, size: int, logits: weakref.ref[Any], user: Any) -> None:
+        """Their logits have so many bytes, and are what the ``logits``' method ``read`` computes.
+
+        They are needed as long as ``user.needs_operands()``.
+        """
+        self.size, self._logits, self._user = size, logits, weakref.ref(user)
+
+    def have_logits(self) -> bool:
+        """Whether the logits can still be read as a whole."""
+        return self._logits is not None and self._logits() is not None
 
     def are_detached(self) -> bool:
         """Whether no gradient can come to the logits that there are."""
@@ -266,9 +278,8 @@ class Operands:
         """Whether something may be computed from them."""
         return not self._is_read
 
-    def are_wanted(self, user: Any) -> None:
-        """Undo ``are_read``: something has to be computed from them again, as long as ``user.needs_operands()``."""
-        self._user = weakref.ref(user)
+    def are_wanted(self) -> None:
+        """Undo ``are_read``: something has to be computed from them again."""
         self._is_read = False
 
     def are_needed(self) -> bool:
@@ -290,11 +301,15 @@ class Operands:
                 tensor = self._originals[name]
                 if name in self._copies or compat.storage(tensor) not in storages:
                     continue
-                if not (self._is_read or seal.broken(tensor)):  # which is too late to copy; reading says so
-                    if id(tensor) not in copies:
-                        copies[id(tensor)] = tensor.detach().clone()
-                        self._on_copy(copies[id(tensor)].nbytes)
-                    self._copies[name] = copies[id(tensor)]
+                if self._is_read:
+                    seal.is_open |= seal.is_of(tensor)
+                    continue
+                if seal.broken(tensor):
+                    continue  # what has changed already is too late to copy; reading says so
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = tensor.detach().clone()
+                    self._on_copy(copies[id(tensor)].nbytes)
+                self._copies[name] = copies[id(tensor)]
                 seal.is_open = True
 
 
@@ -328,7 +343,7 @@ def _copy(optimizer: torch.optim.Optimizer) -> None:
     if not living:
         return
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    storages = {compat.storage(p) for p in parameters}
+    storages = {compat.storage(p) for p in parameters if not is_lazy(p)}
     copies: dict[int, Tensor] = {}
     _read_small([operands for operands in living if operands.are_unread()], storages)
     for operands in living:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MOST_GIVEN = 64  # reads whose entries an output remembers
 MOST_USED = 256  # normalisers that are watched for who waits for their gradients
-_waiting = threading.RLock()  # for ``Origin.projected``: taken last, and let go at once
+_waiting = threading.RLock()  # for what ``Origin`` lists by identity: taken last, and let go at once
 
 
 @dataclass(frozen=True)
@@ -211,17 +211,29 @@ class Origin:
         """What can be computed of the operands only, as what it is made of may have been written to; by identity."""
         return weakref.WeakValueDictionary()
 
+    @functools.cached_property
+    def derived(self) -> weakref.WeakValueDictionary[int, State]:
+        """What was made of the output, by identity."""
+        return weakref.WeakValueDictionary()
+
     def keep_operands_for(self, state: State) -> None:
         """Something will be computed of them, though the output may have values."""
         with _waiting:
             self.projected[id(state)] = state
-        self.operands.are_wanted(self)
+        self.operands.are_wanted()
 
     def needs_operands(self) -> bool:
         """Whether something that has no values yet will be computed of them."""
         with _waiting:
-            waiting = (ref() for ref in self.projected.valuerefs())  # as a finaliser may add to them meanwhile
-            return not self.is_read or any(state is not None and state.values is None for state in waiting)
+            # Lists, as a finaliser may add to them meanwhile.
+            waiting, derived = (
+                [state for ref in states.valuerefs() if (state := ref()) is not None]
+                for states in (self.projected, self.derived)
+            )
+        if any(state.values is None for state in waiting):
+            return True
+        # Without values, but gone: what was made of it may have some, and else needs them too.
+        return not self.is_read and (self.operands.have_logits() or not all(state.is_built() for state in derived))
 
     def let_operands_go(self) -> None:
         """Let them change from now on, if nothing needs them any more."""

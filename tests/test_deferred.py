@@ -1562,6 +1562,24 @@ def test_a_step_that_neither_a_version_nor_a_sample_shows(at: tuple[int, int], r
     assert before._version == 0  # the world's own is not what was changed
 
 
+def test_a_step_of_what_was_swapped_in() -> None:
+    """It changes another memory than the logits are of, which are right again when theirs is swapped back."""
+    s = DeferredWorld.make()
+    s.w = torch.nn.Parameter(s.w.detach())
+    z, own, averaged = s.z.detach(), s.w.data, torch.nn.Parameter(s.w.detach().clone())
+    s.w.data, averaged.grad = averaged.data, torch.ones_like(averaged)
+    torch.optim.SGD([averaged], lr=1.0, fused=True).step()
+    s.w.data = own
+    torch.testing.assert_close(z.logsumexp(-1), World.make().z.detach().logsumexp(-1))
+
+
+def test_a_step_with_a_parameter_that_has_no_size_yet() -> None:
+    s = DeferredWorld.make()
+    z, s.w.grad = s.z, torch.ones_like(s.w)
+    torch.optim.SGD([torch.nn.UninitializedParameter(), s.w], lr=1.0).step()
+    torch.testing.assert_close(z.detach() + 0, World.make().z.detach())
+
+
 def test_accuracy_after_a_step_is_read_without_logits() -> None:
     """No gradient comes back to the best class, so the copy of the weight will do."""
     s, e = DeferredWorld.make(), World.make()
@@ -1646,6 +1664,28 @@ def test_a_step_copies_once_and_only_while_something_is_unread() -> None:
 
 def _has_copy(z: Any) -> bool:
     return "weight" in z._deferred.origin.operands._copies
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(lambda z: z[:, [-1]], lambda z: z[:, -1].clone(), lambda z: torch.stack([z, z]), lambda z: z[:, -1]),
+        *(lambda z: z[torch.ones(z.shape[:-1], dtype=torch.bool)], lambda z: z * 2),
+    ],
+)
+def test_a_part_that_was_read_needs_no_copy(part: Any) -> None:
+    """Though the logits that it is of never were, nobody has them any more."""
+    s = DeferredWorld.make()
+    optimizer = torch.optim.SGD([s.w], lr=0.1)
+    with torch.no_grad():
+        read, unread = part(s.z), part(s.z)
+    read.tolist()
+    s.w.grad = torch.ones_like(s.w)
+    optimizer.step()
+    assert not _has_copy(read) and (_has_copy(unread) or unread._deferred.is_built())
+    expected = part(World.make().z.detach())
+    torch.testing.assert_close([read + 0, unread + 0], [expected, expected])
+    assert not _has_copy(unread)
 
 
 def test_a_copy_goes_when_the_logits_are_there() -> None:
@@ -2714,6 +2754,47 @@ def test_operands_that_are_negated_when_they_are_read(which: str) -> None:
     z = compiled(F.linear)(**made)
     assert isinstance(z, DeferredLogits)
     torch.testing.assert_close(read(z), read(F.linear(**made)))
+
+
+def _written_before(x: Tensor, w: Tensor) -> Any:
+    h = x.tanh()
+    h[0].mul_(3)
+    with torch.no_grad():
+        z = F.linear(h, w[1:])
+    return z, F.cross_entropy(z, torch.arange(4)), x.sum()
+
+
+def _of_trained_hidden_states(x: Tensor, w: Tensor) -> Any:
+    with torch.no_grad():
+        z = F.linear(x * w[0], w[1:])
+    return z, F.cross_entropy(z, torch.arange(4)), x.sum()
+
+
+@pytest.mark.parametrize("program", [_written_before, _of_trained_hidden_states])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_logits_without_gradients_make_no_backward(program: Any, inner: str) -> None:
+    """Of what their hidden states are made of: it may be that there is none, and a gradient of zeros is none."""
+
+    def run(f: Any) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 6, requires_grad=True), torch.randn(21, 6, requires_grad=True)
+        z, loss, other = f(x * 1, w)
+        other.backward()
+        return isinstance(z, DeferredLogits), [z.detach() + 0, loss, x.grad, w.grad]
+
+    deferred, actual = run(compiled(program, inner=inner))
+    assert deferred
+    torch.testing.assert_close(actual, run(program)[1])
+
+
+def test_inference_logits_are_detached_outside_of_the_mode() -> None:
+    torch._dynamo.reset()
+    head, x = torch.nn.Linear(4, 20), torch.randn(3, 4)
+    with torch.inference_mode():
+        z = compiled(head)(x)
+    assert z.detach_() is z
+    torch.testing.assert_close(z + 0, head(x).detach())
 
 
 def test_two_backwards_of_a_bias_alone() -> None:
