@@ -1669,12 +1669,12 @@ def _has_copy(z: Any) -> bool:
 @pytest.mark.parametrize(
     "part",
     [
-        *(lambda z: z[:, [-1]], lambda z: z[:, -1].clone(), lambda z: torch.stack([z, z]), lambda z: z[:, -1]),
-        *(lambda z: z[torch.ones(z.shape[:-1], dtype=torch.bool)], lambda z: z * 2),
+        *(lambda z: z[:, [-1]], lambda z: z[:, -1].clone(), lambda z: torch.stack([z, z]), lambda z: z * 2),
+        lambda z: z[torch.ones(z.shape[:-1], dtype=torch.bool)],
     ],
 )
 def test_a_part_that_was_read_needs_no_copy(part: Any) -> None:
-    """Though the logits that it is of never were, nobody has them any more."""
+    """Though the logits that it is of never were, nobody has them any more. A view has their memory, in eager too."""
     s = DeferredWorld.make()
     optimizer = torch.optim.SGD([s.w], lr=0.1)
     with torch.no_grad():
@@ -1682,7 +1682,7 @@ def test_a_part_that_was_read_needs_no_copy(part: Any) -> None:
     read.tolist()
     s.w.grad = torch.ones_like(s.w)
     optimizer.step()
-    assert not _has_copy(read) and (_has_copy(unread) or unread._deferred.is_built())
+    assert not _has_copy(read) and _has_copy(unread)
     expected = part(World.make().z.detach())
     torch.testing.assert_close([read + 0, unread + 0], [expected, expected])
     assert not _has_copy(unread)
