@@ -233,11 +233,13 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
     positions = positions_of(escaped.node)
     views = tuple((positions_of(view), chain) for view, chain in escaped.views)
     weight, bias = value.classes(emit) if value.class_ops else (head.weight, head.bias)
-    input, weight, bias, filled = (
-        # Else AOTAutograd would make a backward of what is before them, of which eager has none.
-        operand if operand in arguments or value.requires_grad else operand and emit(Tensor.detach, operand)
-        for operand in (value.hidden_states(emit), weight, bias, value.filled(emit))
-    )
+
+    def cut(operand: Node | None) -> Node | None:
+        """Without a gradient where the logits have none: else there would be a backward of what is before it."""
+        is_cut = operand is None or operand in arguments or not example_of(operand).requires_grad
+        return operand if is_cut or value.requires_grad else emit(Tensor.detach, operand)
+
+    input, weight, bias, filled = map(cut, (value.hidden_states(emit), weight, bias, value.filled(emit)))
     assert input is not None
     others = (*arguments, *(n for n in output.all_input_nodes if n not in escaped.nodes()))
     exposed = any(storages(input) & storages(node) for node in others)
