@@ -129,8 +129,11 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     others = {node for node in output.all_input_nodes if node not in escaped.nodes()}
     if any(storages(node) & storages(escaped.node) for node in others):
         return "beside a view of them"
-    if value.requires_grad and any(isinstance(operand, Node) and _hides_gradients(operand) for operand, _ in operands):
-        return "of a view that has a hook or a backward of its own, or none"
+    read = [operand for operand, _ in operands if isinstance(operand, Node)]
+    # What is returned beside an operand becomes a view of it, or of what it is a view of; and so does the operand.
+    beside = [node for node in others if any(storages(node) & storages(operand) for operand in read)]
+    if any(map(_hides_gradients, [*beside, *(read if value.requires_grad else ())])):
+        return "of, or beside, a view that has a hook or a backward of its own, or none"
     if any(function_name(node) == "set_" for node in output.graph.nodes):
         return "from a graph that assigns to .data"  # what shared memory before can no longer be told
     for operand, read_at in operands:
@@ -153,14 +156,14 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     return ""
 
 
-def _hides_gradients(operand: Node) -> bool:
-    """Whether gradients of an operand are changed, or end, on their way to memory of which it is a view.
+def _hides_gradients(returned: Node) -> bool:
+    """Whether gradients of what is returned are changed, or end, on their way to memory of which it is a view.
 
     What a graph returns of memory that it was given, or returns twice, AOTAutograd makes anew as a view of that, with
     a view's gradient: it leaves out hooks and ``torch.autograd.Function``s that have no memory of their own.
     """
-    example, memory, node, has_hook = example_of(operand), storages(operand), operand, False
-    while example.requires_grad and node.op in ("call_function", "call_method"):
+    example, memory, node, has_hook = example_of(returned), storages(returned), returned, False
+    while isinstance(example, Tensor) and example.requires_grad and node.op in ("call_function", "call_method"):
         made_of = node.args[0] if node.args else None
         if function_name(node) == "register_hook" or (
             node.target is operator.getitem and not isinstance(example_of(made_of), Tensor)  # one of several results

@@ -670,6 +670,13 @@ def _view_without_gradient(x: torch.Tensor) -> torch.Tensor:
         return x[:]
 
 
+def _beside(x: torch.Tensor, w: torch.Tensor, view: Any, grad: bool = True) -> Any:
+    h = x * 3
+    v = view(h)
+    with torch.set_grad_enabled(grad):
+        return F.linear(h, w), v
+
+
 def _loss_too(z: torch.Tensor) -> Any:
     return z, F.cross_entropy(z, torch.arange(4))
 
@@ -693,6 +700,10 @@ HIDDEN_GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
         F.linear(h := _checkpointed(lambda x: _Turned.apply(x.tanh()), x), w), h,
     ),
     "hook in a checkpoint": lambda x, w: (F.linear(h := _checkpointed(lambda x: _hooked(x.tanh()[:]), x), w), h),
+    "function of hidden states beside them": lambda x, w: _beside(x, w, _Turned.apply),
+    "hook on a view of hidden states beside them": lambda x, w: _beside(x, w, lambda h: _hooked(h[:])),
+    "view of hidden states without a gradient beside them": lambda x, w: _beside(x, w, _view_without_gradient),
+    "function beside hidden states of logits without a gradient": lambda x, w: _beside(x, w, _Turned.apply, grad=False),
     "view of an input without a gradient": lambda x, w: _loss_too(F.linear(_view_without_gradient(x), w)),
     "view of a weight without a gradient": lambda x, w: _loss_too(F.linear(x, _view_without_gradient(w))),
     "view of a view without a gradient": lambda x, w: _loss_too(
