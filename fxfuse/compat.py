@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
+from torch._compile import _disable_dynamo
 from torch._guards import CompileContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -26,6 +27,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+# Makes of a function one that Dynamo does not trace; Dynamo is imported when that is called, and not before.
+without_dynamo = _disable_dynamo
 # A context in which no dispatch mode sees what is called.
 disable_dispatch_modes = _disable_current_modes
 

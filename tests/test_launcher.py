@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing.spawn
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -420,3 +422,9 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done"]
     assert "1 head: 1 deferred; " in done.stderr
+
+
+def test_the_import_does_not_import_the_compiler() -> None:
+    """Which takes seconds, and does things when a process ends."""
+    code = "import fxfuse, sys; sys.exit(any(m in sys.modules for m in ('torch._dynamo', 'torch._inductor', 'triton')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
-from ..compat import OpOverload, forward_ad_active
+from ..compat import OpOverload, forward_ad_active, without_dynamo
 
 lib = torch.library.Library("fxfuse", "DEF")
 
@@ -29,7 +28,7 @@ def differentiable(op: OpOverload, backward: Any, setup: Any) -> None:
     """
     name, schema = op.name().removeprefix("fxfuse::"), str(op._schema)
     # Dynamo, tracing a backward, would unpack what was saved once more than checkpoints allow.
-    torch.library.register_autograd(op.name(), torch._dynamo.disable(backward), setup_context=setup, lib=lib)
+    torch.library.register_autograd(op.name(), without_dynamo(backward), setup_context=setup, lib=lib)
     lib.define(f"{name}.beneath_autograd{schema[schema.index('(') :]}", tags=op.tags)
     beneath_autograd[op] = getattr(torch.ops.fxfuse, name).beneath_autograd
     torch.library.register_fake(beneath_autograd[op].name(), op, lib=lib)
