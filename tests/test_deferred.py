@@ -1556,10 +1556,7 @@ def test_a_step_that_neither_a_version_nor_a_sample_shows(at: tuple[int, int], r
         with torch.no_grad():
             return [loss, world.w.grad, z.sum(), z.logsumexp(-1), z[0, -1] * 2, ce(z, world.y), z.argmax(-1)]
 
-    before = World.make().w
-    actual, expected = run(DeferredWorld.make()), run(World.make())
-    torch.testing.assert_close(actual, expected)
-    assert before._version == 0  # the world's own is not what was changed
+    torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
 
 
 def test_a_step_of_what_was_swapped_in() -> None:

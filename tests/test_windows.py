@@ -57,13 +57,13 @@ def test_chunks_of_rows(rows: int, most: int) -> None:
     ("ends", "cut"),
     [((64, 128), (64, 128)), ((64, 100), (64, 96, 100)), ((7,), (7,)), ((256, 263), (256, 263)), ((41,), (32, 41))],
 )
-def test_classes_on_vectors(ends: tuple[int, ...], cut: tuple[int, ...]) -> None:
+def test_the_rest_of_the_classes(ends: tuple[int, ...], cut: tuple[int, ...]) -> None:
     """The last window is cut where its classes are not a multiple of 16."""
 
     def slices(ends: tuple[int, ...]) -> list[slice]:
         return [slice(start, end) for start, end in itertools.pairwise((0, *ends))]
 
-    assert windows.on_vectors(slices(ends)) == slices(cut)
+    assert windows.split_rest(slices(ends)) == slices(cut)
 
 
 @pytest.mark.parametrize("rows", [65, 512, 1100, 4096, 16384, 16385])

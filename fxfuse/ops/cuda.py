@@ -28,10 +28,10 @@ from ..kernels import tiles
 from ..transform import decode, steepest
 from . import chunked
 from .contract import Coefficients, Operands, Upstream, normalisation, stash_dtype
-from .windows import Gradients, chunks_of, multiply, on_vectors, windows_of
+from .windows import Gradients, chunks_of, multiply, split_rest, windows_of
 
-# Of a chunk of stored products. With fewer rows a product is slow, or adding it to the sums for the weight takes as
-# long, on tensor cores.
+# Of a chunk of stored products. With fewer rows a product is slow, or adding it to the sums for the weight shows, on
+# tensor cores.
 ROWS_OF_STATS, ROWS_OF_GRADIENTS = 512, 2048
 LEAST_PRODUCT_BYTES, MOST_PRODUCT_BYTES = 64 << 20, 1 << 30
 
@@ -319,7 +319,7 @@ class GpuOperands(Operands):
         """``stats`` of the rows with upstream gradients, and ``gradients``, of one product that is stored."""
         up, wanted, chunks = up.contiguous(), up.nonzero(), self._chunks(ROWS_OF_GRADIENTS)
         whole, parts = slice(0, self.weight.shape[0]), []
-        at_classes = self._on_vectors([whole])
+        at_classes = self._split_rest([whole])
         with current(self.input.device):
             grads = self._gradients(up, needs, (chunks, at_classes), None, dtypes)
             for here, product in self._products(chunks):
@@ -358,7 +358,7 @@ class GpuOperands(Operands):
             steep = abs(self.scale) * steepest(decode(self.transform))
             factor, undo = normalisation(up, self.class_weight, steep, entropy)
         at_rows, at_classes = windows_of(rows, vocab, self.input.dtype.itemsize, memory)
-        at_classes = self._on_vectors(at_classes)
+        at_classes = self._split_rest(at_classes)
         buffer = self._buffer(at_rows[0].stop, at_classes[0].stop)
         with current(self.input.device):
             grads = self._gradients(up, needs, (at_rows, at_classes), undo, dtypes)
@@ -437,12 +437,12 @@ class GpuOperands(Operands):
         buffer = self._buffer(chunks[0].stop, vocab)
         for here in chunks:
             product = buffer[: here.stop - here.start, :vocab]
-            for at in self._on_vectors([slice(0, vocab)]):
+            for at in self._split_rest([slice(0, vocab)]):
                 multiply(self.input[here], self.weight[at].t(), product[:, at])
             yield here, product
 
-    def _on_vectors(self, classes: list[slice]) -> list[slice]:
-        return on_vectors(classes) if tiles.dot_precision(self.input.dtype) == "tf32" else classes
+    def _split_rest(self, classes: list[slice]) -> list[slice]:
+        return split_rest(classes) if tiles.dot_precision(self.input.dtype) == "tf32" else classes
 
     def _buffer(self, rows: int, classes: int) -> Tensor:
         return self.input.new_empty((rows, tiles.padded(classes)))

@@ -49,7 +49,7 @@ def chunks_of(rows: int, row_bytes: int, most: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def on_vectors(classes: list[slice]) -> list[slice]:
+def split_rest(classes: list[slice]) -> list[slice]:
     """The windows of classes, the last one in two where it is not a multiple of 16 elements.
 
     For such a number cuBLAS does without the fast kernels on tensor cores, even if all rows begin on whole vectors.
