@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from . import compat
@@ -51,7 +50,7 @@ class _Projection(torch.autograd.Function):
         return _made(value, strides, origin, input.device)
 
     @staticmethod
-    @torch._dynamo.disable  # which would unpack what was saved once more, as checkpoints forbid
+    @compat.without_dynamo  # which would unpack what was saved once more, as checkpoints forbid
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
             return (None,) * 4

@@ -18,7 +18,7 @@ from torch.fx import Graph
 from torch.fx.node import map_arg
 
 from . import ops
-from .ops import cuda
+from .ops import gpu
 
 log = logging.getLogger("fxfuse")
 
@@ -45,7 +45,7 @@ class Rehearsals:
         with _best_effort():
             # Those of the backward take longest, so they come first.
             calls = [*_calls(graph)][::-1]
-            for device in {call.device for call in calls if cuda.has_triton(call.device)}:
+            for device in {call.device for call in calls if gpu.has_triton(call.device)}:
                 from .kernels.launcher import rehearse  # imports Triton
 
                 self._waits.append(rehearse(device, [call.rehearse for call in calls if call.device == device]))

@@ -32,7 +32,7 @@ from triton.runtime import driver  # noqa: E402
 
 from fxfuse.kernels import launcher, recorder, tiles  # noqa: E402
 from fxfuse.kernels.hopper import stats  # noqa: E402
-from fxfuse.ops import cuda, hopper  # noqa: E402
+from fxfuse.ops import gpu, hopper  # noqa: E402
 
 
 class Kernel:
@@ -206,7 +206,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(launcher.AsyncCompileMode is None, reason="this Triton compiles one after the other")
 def test_triton_compiles_what_an_op_launches(an_h200: None) -> None:
     x, w, index = torch.empty(256, 64).bfloat16(), torch.empty(512, 64).bfloat16(), torch.zeros(256, 1).long()
-    call = cuda.GpuOperands.of(x, w, None, index, None, 1.0, "").call()
+    call = gpu.GpuOperands.of(x, w, None, index, None, 1.0, "").call()
     linear_stats = hopper.linear_stats.__wrapped__  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as threads, launcher.AsyncCompileMode(threads):
         launcher._in_mode("rehearse", linear_stats, call, False, False, False, False)
@@ -334,7 +334,7 @@ def test_a_rehearsal_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
         raise MemoryError
 
     graph = losses(torch.bfloat16)
-    monkeypatch.setattr(cuda, "has_triton", lambda _: True)
+    monkeypatch.setattr(gpu, "has_triton", lambda _: True)
     for rehearse in (refuse, lambda *_: refuse):  # at once, or once it is waited for
         monkeypatch.setattr(launcher, "rehearse", rehearse)
         with Rehearsals() as rehearsals:
@@ -394,7 +394,7 @@ def asked(an_h200: None, monkeypatch: pytest.MonkeyPatch, no_device: None) -> It
     monkeypatch.setattr(triton.runtime.JITFunction, "warmup", warmup)
     monkeypatch.setattr(triton.runtime.JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
     monkeypatch.setattr(launcher, "AsyncCompileMode", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(cuda, "has_triton", lambda _: True)
+    monkeypatch.setattr(gpu, "has_triton", lambda _: True)
     yield found
     assert not launched
 
@@ -446,7 +446,7 @@ def test_only_ops_on_a_gpu_whose_sizes_are_known_are_rehearsed(monkeypatch: pyte
         begun.clear()
 
     monkeypatch.setattr(launcher, "rehearse", lambda device, calls: begun.append((device, len(calls))) or stopped)
-    monkeypatch.setattr(cuda, "has_triton", lambda _: True)
+    monkeypatch.setattr(gpu, "has_triton", lambda _: True)
 
     def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         return ops.linear_stats(x, w, None, y, None, 1.0, False, False)[0]
@@ -460,7 +460,7 @@ def test_only_ops_on_a_gpu_whose_sizes_are_known_are_rehearsed(monkeypatch: pyte
         rehearsals.begin(graph)
         assert begun == [(CUDA, 1)]
     assert not begun  # it was waited for
-    monkeypatch.setattr(cuda, "has_triton", lambda _: False)
+    monkeypatch.setattr(gpu, "has_triton", lambda _: False)
     with Rehearsals() as rehearsals:
         rehearsals.begin(graph)
     assert not begun

@@ -128,7 +128,7 @@ def test_a_class_that_is_none() -> None:
 @triggers("INDEX_OUT_OF_RANGE")
 def test_a_class_that_is_none_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the device asserts, which ends the process. What it asserts can be seen on a CPU."""
-    monkeypatch.setattr(ops.cuda, "has_triton", lambda device: False)
+    monkeypatch.setattr(ops.gpu, "has_triton", lambda device: False)
     with pytest.raises(RuntimeError, match=r"out of range \[0, vocab\).*ignore_index.* on a CPU .*LAUNCH_BLOCKING=1"):
         ops._check_index_cuda(torch.tensor([0, 7]), 5, None)
     assert len(errors.INDEX_OUT_OF_RANGE) < 256, "CUDA cuts the message of an assertion"

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxfuse import compat
 from fxfuse.kernels import tiles
-from fxfuse.ops import cuda, reference, windows
+from fxfuse.ops import cuda, general, gpu, reference, windows
 from fxfuse.ops.contract import Coefficients, Operands
 from fxfuse.transform import apply, decode
 
@@ -261,7 +261,7 @@ def problem(
         if isinstance(value, Tensor):
             setattr(made, field.name, value.to(DEVICE))
     if rows:
-        assert cuda.GpuOperands.of(*made.operands, "").is_described() == (
+        assert gpu.GpuOperands.of(*made.operands, "").is_described() == (
             route == "described" and tiles.has_descriptors(made.x)
         )
     return made
@@ -609,11 +609,11 @@ def the_same_shapes_at_other_addresses(dtype: torch.dtype) -> None:
 
 @case(routes=("general",))
 def several_windows_along_either_axis() -> None:
-    sizes = (windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW, cuda.MOST_PRODUCT_BYTES)
+    sizes = (windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW, general.MOST_PRODUCT_BYTES)
     most = 32 * 40 * 4
     try:
         windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW = 0, most, 32
-        cuda.MOST_PRODUCT_BYTES = most  # of chunks in float32
+        general.MOST_PRODUCT_BYTES = most  # of chunks in float32
         for rows, vocab in ((40, 150), (150, 40)):
             at_rows, at_vocab = windows.windows_of(rows, vocab, 4, 0)
             assert (len(at_rows) > 2) == (rows > vocab) and (len(at_vocab) > 2) == (vocab > rows)
@@ -622,7 +622,7 @@ def several_windows_along_either_axis() -> None:
                     problem(rows, 24, vocab, dtype, indexed=2, bias=True, class_weight=True, class_sum=True)
                 )
     finally:
-        windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW, cuda.MOST_PRODUCT_BYTES = sizes
+        windows.LEAST_WINDOW_BYTES, windows.MOST_WINDOW_BYTES, windows.LEAST_WINDOW, general.MOST_PRODUCT_BYTES = sizes
 
 
 @case(routes=("general",))
@@ -736,7 +736,7 @@ def rows_go_from_the_order_of_the_list_to_where_they_are_from(dtype: torch.dtype
     from fxfuse.kernels.hopper.launch import Rows
 
     p = problem(100, 48, 32, dtype)
-    call = cuda.GpuOperands.of(*p.operands, "").call()
+    call = gpu.GpuOperands.of(*p.operands, "").call()
     values = torch.arange(100.0, device=p.x.device)[:, None].expand(100, call.hidden) + 1
     generator = torch.Generator().manual_seed(0)
     for count in (0, 1, 40, 99, 100):
@@ -1063,7 +1063,7 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
                 p.index[p.index == 7] = 8
             if kind == "transposed":
                 p.w = p.w.t().contiguous().t()
-                assert dtype == torch.float32 or cuda.GpuOperands.of(*p.operands, "").is_described()
+                assert dtype == torch.float32 or gpu.GpuOperands.of(*p.operands, "").is_described()
             p.x[3], p.x[20], p.x[21] = float("nan"), float("inf"), 0
             p.x[21, 0], p.index[21, 0] = float("inf"), int(p.w[:, 0].argmin())
             check_stats(p, skip_unindexed=kind == "idle", bound=2 * STATS_BOUND)  # sums have more terms than elsewhere
@@ -1090,7 +1090,7 @@ def gradients_of_many_hidden_units() -> None:
         p = problem(rows, hidden, vocab, dtype, **options)
         if transposed:
             p.w = p.w.t().contiguous().t()
-            assert cuda.GpuOperands.of(*p.operands, "").is_described()
+            assert gpu.GpuOperands.of(*p.operands, "").is_described()
         p.x[5] *= 30  # the offset of this row is bad
         check_gradients(p)
     p = problem(1500, 2048, 5003, torch.bfloat16)
@@ -1297,10 +1297,10 @@ def no_logits_in_memory(dtype: torch.dtype) -> None:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    stored = cuda.ROWS_OF_STATS * tiles.padded(vocab) * 4 if dtype == torch.float32 else 0
+    stored = general.ROWS_OF_STATS * tiles.padded(vocab) * 4 if dtype == torch.float32 else 0
     assert peak(lambda: cuda.linear_stats(*p.operands, False, False)) < stored + logits // 100
     gradients = (rows + vocab) * hidden * 4 * 2
-    window = cuda.MOST_PRODUCT_BYTES if dtype == torch.float32 else max(windows.MOST_WINDOW_BYTES, logits // 7)
+    window = general.MOST_PRODUCT_BYTES if dtype == torch.float32 else max(windows.MOST_WINDOW_BYTES, logits // 7)
     most = window + gradients + (80 << 20)
     assert most < logits
     assert peak(lambda: cuda.linear_loss(*p.operands, *p.upstream, True, True, False)) < most
@@ -1357,7 +1357,7 @@ def lists_of_rows() -> None:
     rows = 5000  # several programs, the last of which counts more rows at once than it lists
     for idle in (0.0, 0.4, 1.1):
         p = problem(rows, 16, 16, torch.float16, indexed=2, class_sum=True, idle=idle)
-        call = cuda.GpuOperands.of(*p.operands, "").call()
+        call = gpu.GpuOperands.of(*p.operands, "").call()
         work = (p.g_lse != 0) | (p.g_picked != 0).any(1) | (p.g_class_sum != 0)
         assert (idle == 0) == bool(work.all()) and (idle > 1) == (not work.any())
         listed, made = call.listed_by_coefficients(Coefficients(*p.upstream))
@@ -1366,7 +1366,7 @@ def lists_of_rows() -> None:
         assert torch.allclose(made.lse, p.g_lse - known.sum(1), atol=1e-6)
         for order, length in (
             listed,
-            call.listed(cuda._Upstream(*p.upstream)),
+            call.listed(gpu.GpuUpstream(*p.upstream)),
             call.listed_by_flags(work.view(torch.int8)),
         ):
             want = work.nonzero()[:, 0]
@@ -1381,7 +1381,7 @@ def lists_of_rows() -> None:
 def classes_of_rows() -> None:
     rows, vocab = 700, 90
     p = problem(rows, 16, vocab, torch.float16, idle=0.3)
-    call = cuda.GpuOperands.of(*p.operands, "").call()
+    call = gpu.GpuOperands.of(*p.operands, "").call()
     length = int(call.listed_by_coefficients(Coefficients(*p.upstream))[0].length)
     assert 2 * 128 < length < rows
     for most_ranked in (0, 8192):  # a sort of the library; one row with all others

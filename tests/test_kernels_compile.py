@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from fxfuse.kernels import dlogits, launcher, recorder, stats, tiles  # noqa: E402
-from fxfuse.ops import cuda, hopper  # noqa: E402
+from fxfuse.ops import cuda, gpu, hopper  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,7 +108,7 @@ def record(
     needs = (True, True, everything)
     options = {"transform": "tanh mul:30.0 masked:-inf" if kind in ("softcap", "stored") else ""}
     if kind == "stored":
-        call = cuda.GpuOperands.of(*operands, **options).call()
+        call = gpu.GpuOperands.of(*operands, **options).call()
         hopper.products(call, meta(rows, vocab, dtype=dtype))
         return launches
     if kind.startswith("entropy"):

@@ -24,7 +24,7 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from fxfuse.kernels import index as index_kernels  # noqa: E402
 from fxfuse.kernels import launcher, recorder, tiles  # noqa: E402
 from fxfuse.kernels import scale as scale_kernels  # noqa: E402
-from fxfuse.ops import cuda, hopper  # noqa: E402
+from fxfuse.ops import cuda, gpu, hopper  # noqa: E402
 
 pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
 
@@ -69,7 +69,7 @@ def run_any(pick: random.Random) -> None:
     index = meta(rows, pick.choice([0, 1, 1, 2, 16]), dtype=torch.int64)
     scale, transform = pick.choice([1.0, 1.0, 0.5, 16.0]), pick.choice(["", "", "tanh mul:30.0", "masked:-inf"])
     operands = x, w, bias, index, class_weight, scale
-    if not cuda.GpuOperands.of(*operands, transform).is_described():
+    if not gpu.GpuOperands.of(*operands, transform).is_described():
         return
     g_class_sum = meta(rows) if pick.random() < 0.5 else None
     upstream = meta(rows, offset=pick.choice([0, 1])), meta(*index.shape), g_class_sum
@@ -100,7 +100,7 @@ def run_any(pick: random.Random) -> None:
             _, *kept = cuda.linear_loss_exponentials(*operands, *coefficients)
             cuda.linear_loss_exponentials_backward(*operands, g_class_sum, meta(), *kept, *needs)
         case "stored" if tiles.takes_turns("stored", x):
-            call = cuda.GpuOperands.of(*operands, transform).call()
+            call = gpu.GpuOperands.of(*operands, transform).call()
             hopper.products(call, meta(rows, tiles.padded(vocab), dtype=dtype)[:, :vocab])
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import errors
 from ..compat import OpOverload
 from ..kernels.tiles import adds_class_sums, padded, row_block
-from . import chunked, cuda, divergence_cuda, softmax_cuda
+from . import chunked, cuda, divergence_cuda, gpu, softmax_cuda
 from .contract import acc_dtype, stash_dtype
 from .divergence import linear_divergence as linear_divergence
 from .divergence import linear_divergence_backward
@@ -96,7 +96,7 @@ def _check_index_cpu(index: Tensor, vocab: int, ignore_index: int | None, wraps:
 def _check_index_cuda(index: Tensor, vocab: int, ignore_index: int | None, wraps: bool = False) -> Tensor:
     if wraps:
         index = _wrapped(index, vocab)
-    if cuda.has_triton(index.device) and index.numel() > 0:
+    if gpu.has_triton(index.device) and index.numel() > 0:
         return cuda.clean_index(index.contiguous(), vocab, ignore_index)
     clean, foreign = _is_index(index, vocab, ignore_index)
     torch._assert_async(~foreign.any(), errors.INDEX_OUT_OF_RANGE)

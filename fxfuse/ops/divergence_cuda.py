@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels import tiles
 from ..transform import decode, steepest
-from . import cuda
+from . import gpu
 from .contract import power_of_two
 from .divergence import (
     Divergences,
@@ -41,7 +41,7 @@ class _Head(NamedTuple):
     @classmethod
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, scale: float, transform: str) -> _Head:
         decode(transform)  # which raises where it is none
-        return cls(input, weight, cuda.contiguous(bias), float(scale), transform)
+        return cls(input, weight, gpu.contiguous(bias), float(scale), transform)
 
     @classmethod
     def both(cls, operands: Operands, transform: str, teacher_transform: str) -> tuple[_Head, _Head]:
@@ -62,7 +62,7 @@ class _Head(NamedTuple):
 
 def _has_kernels(operands: Operands) -> bool:
     heads = operands.student, operands.teacher
-    return operands.input.shape[0] > 0 and all(cuda.has_kernels(input, weight) for input, weight, *_ in heads)
+    return operands.input.shape[0] > 0 and all(gpu.has_kernels(input, weight) for input, weight, *_ in heads)
 
 
 def _window(buffer: Tensor, at_rows: slice, at_classes: slice) -> Tensor:
@@ -91,7 +91,7 @@ def linear_divergence(
     row_bytes, whole = 2 * 4 * vocab, slice(0, vocab)  # of both heads' products
     chunks = chunks_of(rows, row_bytes, window_bytes(rows * row_bytes, memory))
     buffers = [_buffer(operands.input, chunks[0], whole, torch.float32) for _ in heads]
-    with cuda.current(operands.input.device):
+    with gpu.current(operands.input.device):
         for here in chunks:
             read = [head.product(here, whole, at) for head, at in zip(heads, buffers, strict=True)]
             log_q, log_p = (Logits(*one, *row_stats(*one)) for one in read)
@@ -135,7 +135,7 @@ def linear_divergence_backward(
         buffers.append(_buffer(head.input, at_rows[0], at_classes[0], head.input.dtype) if want else None)
         factors.append(factor)
     products = [_buffer(operands.input, at_rows[0], at_classes[0], torch.float32) for _ in heads]
-    with cuda.current(operands.input.device):
+    with gpu.current(operands.input.device):
         for here in at_rows:
             for at in at_classes:
                 log_q = Logits(*student.product(here, at, products[0]), have.lse[here], have.residual[here])

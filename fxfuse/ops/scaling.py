@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cuda
+from . import gpu
 from .library import implement, lib
 
 lib.define("scaled(Tensor gradient, Tensor factor) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -35,7 +35,7 @@ def scaled_cuda(gradient: Tensor, factor: Tensor) -> Tensor:
         return (gradient.to(factor.dtype) * factor).to(gradient.dtype)
     from ..kernels import scale
 
-    with cuda.current(gradient.device):
+    with gpu.current(gradient.device):
         return scale.scaled(gradient, factor)
 
 
@@ -45,12 +45,12 @@ def scale_cuda_(gradient: Tensor, factor: Tensor) -> None:
         return
     from ..kernels import scale
 
-    with cuda.current(gradient.device):
+    with gpu.current(gradient.device):
         scale.scale_(gradient, factor)
 
 
 def _has_kernel(gradient: Tensor, factor: Tensor) -> bool:
-    return gradient.is_contiguous() and factor.dtype == torch.float32 and cuda.has_kernels(gradient, gradient)
+    return gradient.is_contiguous() and factor.dtype == torch.float32 and gpu.has_kernels(gradient, gradient)
 
 
 implement(scaled, "cpu", scaled_cpu)

@@ -2,7 +2,7 @@
 
 The products are stored where the result is to be, and one pass makes the softmax of them. The statistics come from the
 epilogue of our own product where that is the faster way (``hopper.suits_products``), else from a pass over cuBLAS's.
-The backward takes the sums of each row, and then goes window by window as ``cuda`` does. float64, and GPUs without
+The backward takes the sums of each row, and then goes window by window as ``general`` does. float64, and GPUs without
 Triton, take ``softmax``'s way. On CPU tensors the same code runs under Triton's interpreter.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels import tiles
 from ..transform import decode, steepest
-from . import cuda
+from . import gpu
 from .contract import power_of_two
 from .softmax import linear_softmax_backward_chunked, linear_softmax_chunked
 from .windows import Gradients, multiply, windows_of
@@ -30,22 +30,22 @@ def linear_softmax(
     transform: str = "",
     memory: int = 0,
 ) -> Tensor:
-    if not cuda.has_kernels(input, weight) or dtype == torch.float64:
+    if not gpu.has_kernels(input, weight) or dtype == torch.float64:
         return linear_softmax_chunked(input, weight, bias, scale, log, dtype, transform=transform, memory=memory)
     from ..kernels.softmax import row_stats, write_softmax
 
-    head = cuda.GpuOperands.of(
+    head = gpu.GpuOperands.of(
         input, weight, bias, input.new_empty((input.shape[0], 0), dtype=torch.int64), None, scale, transform
     )
     out = input.new_empty((input.shape[0], weight.shape[0]), dtype=dtype)
     if out.numel():
-        with cuda.current(input.device):
+        with gpu.current(input.device):
             # Statistics of other logits than these, unrounded ones, could make probabilities add up to more than one.
             in_place = out.dtype in (input.dtype, torch.float32)
             product = out if in_place else torch.empty_like(out, dtype=torch.float32)
             call = head.call() if head.is_described() else None
-            if call is not None and cuda.hopper().suits_products(call, product):
-                lse, residual = cuda.hopper().products(call, product)
+            if call is not None and gpu.hopper().suits_products(call, product):
+                lse, residual = gpu.hopper().products(call, product)
             else:
                 multiply(input, weight.t(), product)
                 lse, residual = row_stats(product, head.bias, head.scale, transform)
@@ -69,17 +69,17 @@ def linear_softmax_backward(
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = (need_input, need_weight, need_bias)
-    if not cuda.has_kernels(input, weight) or out.dtype == torch.float64 or not out.numel():
+    if not gpu.has_kernels(input, weight) or out.dtype == torch.float64 or not out.numel():
         return linear_softmax_backward_chunked(
             input, weight, bias, scale, log, out, g, *needs, transform=transform, memory=memory
         )
     from ..kernels.softmax import mean_and_bound, write_gradient
 
-    (rows, vocab), out, bias = out.shape, out.contiguous(), cuda.contiguous(bias)
+    (rows, vocab), out, bias = out.shape, out.contiguous(), gpu.contiguous(bias)
     # Beside the gradient, what was transformed, in float32.
     cut = windows_of(rows, vocab, input.dtype.itemsize + 4 * bool(transform), memory)
     at_rows, at_classes = cut
-    with cuda.current(input.device):
+    with gpu.current(input.device):
         mean, bound = mean_and_bound(out, g, log)
         factor = undo = None
         if input.dtype == torch.float16:
