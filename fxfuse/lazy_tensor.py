@@ -61,8 +61,9 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         if func is _aten.detach_.default and (torch.is_inference_mode_enabled() or args[0].is_inference()):
             return args[0]  # which it does nothing to
-        if torch.is_inference_mode_enabled() and compat.consists_of_others(func):
-            # It comes here whole, past what knows of views: taken apart, as everywhere else.
+        if compat.consists_of_others(func):
+            # Of inference tensors, or under their mode, it comes here whole, past what knows of views: taken apart, as
+            # everywhere else.
             return compat.taken_apart(func, *args, **kwargs)
         if _mode.becoming:
             args[1]._deferred.meta = args[0]._deferred.meta  # which lies where it did

@@ -3360,6 +3360,9 @@ def test_a_view_that_autograd_lost_is_printed() -> None:
 
 
 CONSISTING_OF_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "type_as": lambda z: z.type_as(z),
+    "atleast_1d": torch.atleast_1d,
+    "sum_to_size": lambda z: z.sum_to_size(z.shape),
     "to its dtype": lambda z: z.to(z.dtype),
     "to its device": lambda z: z.to(z.device),
     "dropout": lambda z: F.dropout(z, 0.5, False),
@@ -3395,6 +3398,28 @@ def test_functions_that_consist_of_others_in_inference_mode(made: Any, around: A
         if t.requires_grad and not t.is_leaf:
             (t / 2).logsumexp(-1).sum().backward()
         results.append([*looks, t.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("made", CONSISTING_OF_OTHERS.values(), ids=CONSISTING_OF_OTHERS)
+@pytest.mark.parametrize("cut", [slice(None), slice(-3)], ids=["all classes", "some classes"])
+def test_functions_that_consist_of_others_outside_of_inference_mode(made: Any, cut: slice) -> None:
+    """Of logits that were made in it: they share their memory, wherever it is, as in eager."""
+    torch._dynamo.reset()
+    x, w, results = torch.randn(2, 4, 6), torch.randn(60 + 3 * (cut != slice(None)), 6), []
+
+    def program(x: Tensor) -> Tensor:
+        return F.linear(x, w)[..., cut]
+
+    for f in (compiled(program), program):
+        with torch.inference_mode():
+            z = f(x)
+        assert isinstance(z, DeferredLogits) == (f is not program)
+        t = made(z)
+        looks = [t.is_inference(), t.shape, t.stride(), t.data_ptr() == z.data_ptr()]
+        with torch.inference_mode():
+            t.zero_()
+            results.append([*looks, t.clone(), z.clone()])
     torch.testing.assert_close(*results)
 
 
