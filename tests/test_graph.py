@@ -737,11 +737,16 @@ def test_gradients_that_change_on_their_way_to_the_operands(name: str, inner: st
         return loss, x.grad, w.grad, z
 
     program = (HIDDEN_GRADIENTS | SEEN_GRADIENTS)[name]
+    is_older = not hasattr(torch.ops.higher_order, "register_hook")
+    if is_older and inner == "aot_eager" and name == "view of hidden states without a gradient beside them":
+        with pytest.raises(RuntimeError, match="does not require grad"):  # AOTAutograd of PyTorch 2.11 alone
+            run(torch.compile(program, backend=inner))
+        return
     *actual, z = run(compiled(program, inner=inner))
     *expected, _ = run(program)
     torch.testing.assert_close(actual, expected)
     # To PyTorch 2.11 a hook is a function that returns a view.
-    seen = name in SEEN_GRADIENTS and ("with a hook" not in name or hasattr(torch.ops.higher_order, "register_hook"))
+    seen = name in SEEN_GRADIENTS and ("with a hook" not in name or not is_older)
     assert isinstance(z, DeferredLogits) == seen
 
 

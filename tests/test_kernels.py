@@ -731,6 +731,14 @@ def little_memory(dtype: torch.dtype) -> None:
         hopper.WIDE_WINDOW, hopper.LEAST_CLASSES, hopper.LEAST_ROWS, tiles.LEAST_FILL = sizes
 
 
+@case(gpu_only=True, routes=("general",))
+def little_memory_in_float32() -> None:
+    """Nearly certain rows, whose errors cancel if the logits of gradients are rounded as those of statistics are."""
+    p = problem(4096, 1024, 20_000, torch.float32, scale=3.3)
+    for mebibytes in (16, 64, 256):
+        check_gradients(p, memory=mebibytes << 20)
+
+
 @case(each_dtype=True, routes=("described",))
 def rows_go_from_the_order_of_the_list_to_where_they_are_from(dtype: torch.dtype) -> None:
     from fxfuse.kernels.hopper.launch import Rows

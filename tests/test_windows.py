@@ -53,6 +53,11 @@ def test_chunks_of_rows(rows: int, most: int) -> None:
     )
 
 
+@pytest.mark.parametrize(("memory", "bytes"), [(0, 0), (1, 64 << 20), (64 << 20, 64 << 20), (1 << 30, 1 << 30)])
+def test_memory_of_products_that_are_made_twice(memory: int, bytes: int) -> None:
+    assert windows.of_products(memory) == bytes
+
+
 @pytest.mark.parametrize(
     ("ends", "cut"),
     [((64, 128), (64, 128)), ((64, 100), (64, 96, 100)), ((7,), (7,)), ((256, 263), (256, 263)), ((41,), (32, 41))],

@@ -1,7 +1,7 @@
 """``linear_divergence`` on a GPU: cuBLAS for all products, Triton for what is done to logits.
 
 The forward goes by chunks of rows: float32 products of both heads are made in buffers, which the kernels reduce. The
-backward knows the log-sum-exps, so it goes by windows along the longer axis, as ``cuda`` does. The logits are never
+backward knows the log-sum-exps, so it goes by windows along the longer axis, as ``general`` does. The logits are never
 rounded to 16 bits; their gradients are, for the products with them. float64, and GPUs without Triton, take
 ``divergence``'s way. On CPU tensors the same code runs under Triton's interpreter.
 """
@@ -26,7 +26,7 @@ from .divergence import (
     linear_divergence_chunked,
     taken_apart,
 )
-from .windows import Gradients, chunks_of, multiply, window_bytes, windows_of
+from .windows import Gradients, chunks_of, multiply, of_products, window_bytes, windows_of
 
 
 class _Head(NamedTuple):
@@ -89,7 +89,7 @@ def linear_divergence(
     rows, vocab = operands.input.shape[0], operands.weight.shape[0]
     out = Divergences.empty(operands, share)
     row_bytes, whole = 2 * 4 * vocab, slice(0, vocab)  # of both heads' products
-    chunks = chunks_of(rows, row_bytes, window_bytes(rows * row_bytes, memory))
+    chunks = chunks_of(rows, row_bytes, window_bytes(rows * row_bytes, of_products(memory)))
     buffers = [_buffer(operands.input, chunks[0], whole, torch.float32) for _ in heads]
     with gpu.current(operands.input.device):
         for here in chunks:
@@ -125,7 +125,7 @@ def linear_divergence_backward(
     active = g.active[:, None]
     wanted = any(needs[:3]), any(needs[3:])
     element = 2 * 4 + sum(head.input.dtype.itemsize for head, want in zip(heads, wanted, strict=True) if want)
-    cut = windows_of(rows, vocab, element, memory)
+    cut = windows_of(rows, vocab, element, of_products(memory))
     at_rows, at_classes = cut
     sums, buffers, factors = [], [], []
     for head, need, want, bound in zip(heads, (needs[:3], needs[3:]), wanted, _bounds(have, g, g_u), strict=True):

@@ -21,7 +21,7 @@ from ..kernels import tiles
 from ..transform import decode, steepest
 from .contract import normalisation
 from .gpu import GpuOperands, GpuUpstream, contiguous, current
-from .windows import Gradients, chunks_of, multiply, split_rest, windows_of
+from .windows import Gradients, chunks_of, multiply, of_products, split_rest, windows_of
 
 # Of a chunk of stored products. With fewer rows a product is slow, or adding it to the sums for the weight shows, on
 # tensor cores.
@@ -122,6 +122,8 @@ def gradients(
     if head.input.dtype == torch.float16:
         steep = abs(head.scale) * steepest(decode(head.transform))
         factor, undo = normalisation(up, head.class_weight, steep, entropy)
+    if stores_products(head):
+        memory = of_products(memory)
     at_rows, at_classes = windows_of(rows, vocab, head.input.dtype.itemsize, memory)
     at_classes = _split_rest(head, at_classes)
     buffer = _buffer(head, at_rows[0].stop, at_classes[0].stop)
@@ -198,7 +200,7 @@ def _chunks(head: GpuOperands, rows: int, memory: int = 0) -> list[slice]:
     """Chunks of so many rows, or of more or fewer within the bytes."""
     row_bytes = tiles.padded(head.weight.shape[0]) * head.input.element_size()
     most = min(max(rows * row_bytes, LEAST_PRODUCT_BYTES), MOST_PRODUCT_BYTES)
-    return chunks_of(head.input.shape[0], row_bytes, min(most, memory or most))
+    return chunks_of(head.input.shape[0], row_bytes, min(most, of_products(memory) or most))
 
 
 def _products(head: GpuOperands, chunks: list[slice]) -> Iterator[tuple[slice, Tensor]]:

@@ -31,6 +31,15 @@ def windows_of(rows: int, vocab: int, itemsize: int, memory: int) -> tuple[list[
     return (cut, [slice(0, vocab)]) if rows > vocab else ([slice(0, rows)], cut)
 
 
+def of_products(memory: int) -> int:
+    """``memory`` for products in float32 that are made once for statistics and once more for gradients.
+
+    It is not less than some hundred tiles take. Of fewer cuBLAS cuts the sums over the hidden units, which rounds
+    logits differently, and by that the gradients err: up to 3.7 times as much as eager's (``docs/kernels-log.md``).
+    """
+    return memory and max(memory, LEAST_WINDOW_BYTES)
+
+
 def window_bytes(whole: int, memory: int) -> int:
     """What a window may take of so many bytes, given ``memory`` or 0."""
     window = min(max(whole // WINDOW_SHARE, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
