@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -206,6 +207,14 @@ def transform_active() -> bool:
 def make_code(gm: Any) -> None:
     """Make the code of a graph that was changed, at once: else every call asks whether it has been made."""
     _LazyGraphModule.force_recompile(gm)
+
+
+def put_placeholders_first(graph: Graph) -> None:
+    """Where FX wants them. PyTorch 2.11 has some of sizes behind their first use, if there are several hooks."""
+    placeholders = graph.find_nodes(op="placeholder")
+    for before, node in itertools.pairwise(placeholders):
+        if before.next is not node:
+            before.append(node)
 
 
 def is_whole_graph(gm: Any) -> bool:

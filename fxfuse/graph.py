@@ -256,6 +256,7 @@ def _rewrite_graph(
     listening: list[Watcher] = []
     rewriting = _Rewriting(graph, in_checkpoint)
     try:
+        compat.put_placeholders_first(graph)
         analysis = analyse(graph, outside)
         candidates = [c for c in analysis.candidates if c.is_head]
         told = {candidate: told_of(candidate, analysis, end, in_checkpoint) for candidate in candidates}

@@ -20,7 +20,7 @@ from torch._dynamo import register_backend
 from torch.fx import GraphModule
 
 import fxfuse
-from fxfuse import graph
+from fxfuse import compat, graph
 from fxfuse.backend import fxfuse as backend_of_fxfuse
 from fxfuse.deferred import DeferredLogits
 from fxfuse.ops.softmax import linear_softmax
@@ -748,6 +748,36 @@ def test_gradients_that_change_on_their_way_to_the_operands(name: str, inner: st
     # To PyTorch 2.11 a hook is a function that returns a view.
     seen = name in SEEN_GRADIENTS and ("with a hook" not in name or not is_older)
     assert isinstance(z, DeferredLogits) == seen
+
+
+def test_several_hooks_with_symbolic_sizes() -> None:
+    """Of which PyTorch 2.11 makes a graph whose placeholders come too late."""
+
+    def program(s: World) -> Any:
+        h = _hooked(_hooked(s.x * 2))
+        return ce(F.linear(h, s.w), s.y)
+
+    torch._dynamo.reset()
+    worlds = World.make(), World.make()
+    with new_sites() as sites:
+        losses = [f(world) for f, world in zip((compiled(program, dynamic=True), program), worlds, strict=True)]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, w.x)[0] for loss, w in zip(losses, worlds, strict=True)))
+    assert [site.status for site in sites] == ["fused"]
+
+
+def test_placeholders_are_put_first() -> None:
+    late = torch.fx.Graph()
+    x = late.placeholder("x")
+    y = late.call_function(torch.neg, (x,))
+    sizes = [late.placeholder(name) for name in ("n", "m")]
+    y.args = (sizes[0],)
+    late.output((y, *sizes))
+    with pytest.raises(RuntimeError, match="before it has been defined"):
+        late.lint()
+    compat.put_placeholders_first(late)
+    late.lint()
+    assert [node.name for node in late.nodes] == ["x", "n", "m", "neg", "output"]
 
 
 DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
