@@ -34,8 +34,9 @@ def windows_of(rows: int, vocab: int, itemsize: int, memory: int) -> tuple[list[
 def of_products(memory: int) -> int:
     """``memory`` for products in float32 that are made once for statistics and once more for gradients.
 
-    It is not less than some hundred tiles take. Of fewer cuBLAS cuts the sums over the hidden units, which rounds
-    logits differently, and by that the gradients err: up to 3.7 times as much as eager's (``docs/kernels-log.md``).
+    It is not less than some hundred tiles take. With fewer, where cuBLAS seems to cut the sums over the hidden units,
+    logits are rounded differently, and by that the gradients err: up to 3.6 times as much as eager's
+    (``docs/kernels-log.md``).
     """
     return memory and max(memory, LEAST_WINDOW_BYTES)
 
