@@ -1057,10 +1057,29 @@ def rows_that_are_not_finite(dtype: torch.dtype) -> None:
     assert cuda.linear_stats(*p.operands, False, False)[0][21] == float("inf")
 
 
+def tiles_with_less_l2() -> Any:
+    """Let tiles be chosen as on a device with less L2, where more kernels share tiles."""
+    machine = tiles.machine(DEVICE)._replace(less_l2=True)
+    return mock.patch.object(tiles, "machine", lambda device: machine)
+
+
 @case(each_dtype=True, gpu_only=True, routes=("described", "played"))
 def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
-    """Those of large tiles: maxima and sums alone of 2048 hidden units or more, in one or several chunks of rows."""
-    shapes = (65, 2048, 144), (300, 2064, 5008), (700, 4096, 256), (1500, 2064, 16400), (6500, 2048, 8208)
+    """Those of large tiles: maxima and sums alone of many hidden units, in one or several chunks of rows."""
+    check_statistics_of_large_tiles(
+        dtype, (65, 1536, 144), (300, 2064, 5008), (700, 4096, 256), (1500, 1552, 16400), (6500, 2048, 8208)
+    )
+
+
+@case(each_dtype=True, gpu_only=True, routes=("described", "played"))
+def statistics_of_many_hidden_units_with_less_l2(dtype: torch.dtype) -> None:
+    with tiles_with_less_l2():
+        check_statistics_of_large_tiles(
+            dtype, (65, 768, 144), (300, 784, 5008), (700, 1280, 256), (1500, 896, 16400), (12000, 1024, 8208)
+        )
+
+
+def check_statistics_of_large_tiles(dtype: torch.dtype, *shapes: tuple[int, int, int]) -> None:
     for rows, hidden, vocab in shapes:
         for kind in ("plain", "scaled", "bias", "wide bias", "transposed", "idle"):
             scale, idle = -1.5 if kind in ("scaled", "bias") else 1.0, 0.6 if kind == "idle" else 0.0
@@ -1078,6 +1097,22 @@ def statistics_of_many_hidden_units(dtype: torch.dtype) -> None:
     processors = tiles.machine(DEVICE).processors
     sizes = {tiles.of_maxima_and_sums(rows, 2 * hidden, vocab, processors).rows for rows, hidden, vocab in shapes}
     assert processors != 132 or sizes == {tile.rows for tile in tiles.MAXIMA_AND_SUMS}
+
+
+@case(gpu_only=True, routes=("described",))
+def gradients_of_shared_tiles_with_few_hidden_units() -> None:
+    """In which a tile of exponentials has the fewest steps that shared ones have."""
+    everything = {"bias": True, "class_weight": True, "class_sum": True}
+    with tiles_with_less_l2():
+        for rows, hidden, vocab, options in (
+            (65, 1280, 144, {}),
+            (2500, 1296, 5003, {"scale": -0.7, "idle": 0.3, **everything}),
+            (2500, 1536, 4992, {"transform": "tanh mul:4.0 masked:-inf", "bias": True}),
+            (3000, 1792, 5003, {}),
+        ):
+            p = problem(rows, hidden, vocab, torch.bfloat16, **options)
+            p.x[5] *= 30  # the offset of this row is bad
+            check_gradients(p)
 
 
 @case(gpu_only=True, routes=("described",))

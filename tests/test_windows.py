@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import types
 from typing import Any
 
 import pytest
@@ -119,6 +120,32 @@ def test_chunks_of_exponentials(rows: int, hidden: int, most: int, monkeypatch: 
     assert work(chunks) >= 0.97 * work(usual) or chunks < usual
     if rows >= 16384 and most >= 44:
         assert work(chunks) > 0.88
+
+
+H100, H200, A100 = (9, 50 << 20), (9, 60 << 20), (8, 40 << 20)
+
+
+@pytest.mark.parametrize(
+    ("device", "shared"),
+    [
+        (H100, {"stats": 768, "exponentials": 1280, "d_input": 1536, "d_weight": 768}),
+        (H200, {"stats": 1536, "exponentials": 1536, "d_input": 1536, "d_weight": 768}),
+        (A100, {}),
+    ],
+    ids=["H100", "H200", "A100"],
+)
+def test_shared_tiles_by_device(
+    device: tuple[int, int], shared: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, l2 = device
+    properties = types.SimpleNamespace(major=major, multi_processor_count=132, L2_cache_size=l2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    machine = tiles._machine.__wrapped__(torch.device("cuda"))
+    monkeypatch.setattr(tiles, "machine", lambda device: machine)
+    for kernel in ("stats", "exponentials", "d_input", "d_weight"):
+        hidden = range(64, 4096, 64)
+        share = [n for n in hidden if tiles.described(kernel, meta(16384, n, dtype=torch.bfloat16)).together]
+        assert min(share, default=None) == shared.get(kernel)
 
 
 class Allocated(TorchDispatchMode):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import math
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ class Machine(NamedTuple):
     generation: str  # a key of TILES
     processors: int  # streaming multiprocessors
     takes_turns: bool = False  # whether it runs the kernels of ``hopper.pingpong``
+    less_l2: bool = False  # whether its L2 is an H100's, which gives less in the same time than an H200's
 
 
 class Tile(NamedTuple):
@@ -82,7 +84,8 @@ def _machine(device: torch.device) -> Machine:
         return Machine("interpreter", 6)
     properties = torch.cuda.get_device_properties(device)
     generation = "hopper" if properties.major in (9, 10) else "ampere"
-    return Machine(generation, properties.multi_processor_count, properties.major == 9 and _has_gluon())
+    takes_turns, less_l2 = properties.major == 9 and _has_gluon(), properties.L2_cache_size < LESS_L2
+    return Machine(generation, properties.multi_processor_count, takes_turns, less_l2)
 
 
 def _has_gluon() -> bool:
@@ -134,7 +137,10 @@ TOGETHER: dict[str, Tile] = {
 TALL_WEIGHT = Tile(256, 128, 64, 4, 4, group=4, takes_turns=True, together=True)
 TALL_FROM = 1.05
 # Hidden units from which they do. The first two multiply over these: with few the end of a tile is too much of it.
-SHARED_FROM = {"stats": 2048, "exponentials": 2048, "d_input": 2048, "d_weight": 768, "input_sums": 256}
+SHARED_FROM = {"stats": 1536, "exponentials": 1536, "d_input": 1536, "d_weight": 768, "input_sums": 256}
+SHARED_FROM_WITH_LESS_L2 = SHARED_FROM | {"stats": 768, "exponentials": 1280}
+# Bytes of L2: an H100 has 50 MiB, an H200 and a GH200 60.
+LESS_L2 = 56 << 20
 # The most columns of d_input's wide tiles, over hidden units: with more of them they are narrow.
 MOST_COLUMNS = 1.12
 # Maxima and sums in shared tiles: the larger one takes some 3 % less for as many rows, as if each tile of either had
@@ -191,19 +197,25 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
         return INTERPRETED
     rows, hidden = input.shape
     if turns and takes_turns(kernel, input):
-        if not short or hidden < SHARED_FROM.get(kernel, hidden + 1):
+        if not short or hidden < shared_from(kernel, input):
             return TAKING_TURNS[kernel]
         tall = kernel == "d_weight" and _columns(hidden, 256) > TALL_FROM * _columns(hidden, 128)
         return TALL_WEIGHT if tall else TOGETHER[kernel]
     if kernel == "d_input":
         if _columns(hidden, 256) > MOST_COLUMNS * hidden:
             return NARROW_INPUT
-        together = turns and takes_turns("d_weight", input) and hidden >= SHARED_FROM[kernel]
+        together = turns and takes_turns("d_weight", input) and hidden >= shared_from(kernel, input)
         return TOGETHER[kernel] if together else DESCRIBED[kernel][0]
     if hidden <= SHORT and rows > 64:
         return SHARED
     choices = DESCRIBED[kernel]
     return next((choice for choice in choices if choice.rows >= rows), choices[-1])
+
+
+def shared_from(kernel: str, input: Tensor) -> float:
+    """The hidden units from which warpgroups share a tile of this kernel, on the device of ``input``."""
+    table = SHARED_FROM_WITH_LESS_L2 if machine(input.device).less_l2 else SHARED_FROM
+    return table.get(kernel, math.inf)
 
 
 def _columns(hidden: int, width: int) -> int:
@@ -229,7 +241,7 @@ def of_input_sums(input: Tensor, most: int) -> Tile | None:
     """
     tile = TOGETHER["input_sums"]
     hidden = input.shape[1]
-    wide = hidden >= SHARED_FROM["input_sums"] and _columns(hidden, 256) <= MOST_COLUMNS * hidden
+    wide = hidden >= shared_from("input_sums", input) and _columns(hidden, 256) <= MOST_COLUMNS * hidden
     if not (wide and takes_turns("d_weight", input)):
         return None
     count, processors = cdiv(most, tile.rows) * cdiv(hidden, tile.vocab), machine(input.device).processors
