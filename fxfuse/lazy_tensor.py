@@ -140,14 +140,16 @@ def _shared(tensor: LazyTensor) -> Tensor:
 def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
     """A tensor that an operator writes to, if any; and whether it writes to or returns a view of a deferred one."""
     written, aliased = None, False
+    # The schemas of ``torch.distributed``'s collectives do not say what they write to: any of their tensors.
+    unsaid = func.namespace == "c10d"
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None:
+        if argument.alias_info is None and not unsaid:
             continue
         given = args[i] if i < len(args) else kwargs.get(argument.name)
-        for one in given if isinstance(given, (tuple, list)) else (given,):
+        for one in tree_iter(given):
             if isinstance(one, Tensor):
                 aliased |= isinstance(one, LazyTensor)
-                if argument.alias_info.is_write:
+                if unsaid or argument.alias_info.is_write:
                     written = one
     return written, aliased
 

@@ -378,7 +378,21 @@ def step(rank, how, device):
     torch.testing.assert_close(gathered, expected)
     total = ours(**inputs).logits.detach()
     dist.all_reduce(total)
-    torch.testing.assert_close(total * 1.0, expected[0] + expected[1])
+    # To readers that would be fused too.
+    assert_reads(total, expected[0] + expected[1])
+    last = ours(**inputs).logits.detach()
+    part = last[1:]
+    dist.broadcast(part, src=1, async_op=True).wait()
+    assert_reads(part, expected[1][1:])
+    assert_reads(last, torch.cat([expected[rank][:1], expected[1][1:]]))
+    received = ours(**inputs).logits.detach()
+    dist.send(received, 1 - rank) if rank == 0 else dist.recv(received, 1 - rank)
+    assert_reads(received, expected[0])
+
+def assert_reads(logits, expected):
+    torch.testing.assert_close(logits.logsumexp(-1), expected.logsumexp(-1))
+    torch.testing.assert_close(logits[0, -1], expected[0, -1])
+    torch.testing.assert_close(logits * 1.0, expected)
 
 def main(rank):
     device = torch.device(*(("cpu",) if {backend!r} == "gloo" else ("cuda", rank)))
