@@ -21,7 +21,7 @@ from .analysis import analyse
 from .apart import Apart
 from .candidate import Candidate
 from .escape import Escape, send_out
-from .mutation import Region, Timeline, example_of, regions, storages
+from .mutation import Region, Timeline, example_of, regions, storages, tensors
 from .options import Options
 from .passes import BESIDE, WHOLE, compute
 from .planning import Pass, Planner
@@ -44,7 +44,8 @@ class _GraphEmit(Emit):
 
     def __init__(self, timeline: Timeline, place: Node, like: Node, made: list[Node]) -> None:
         self.graph, self.place, self.like, self.made = place.graph, place, like, made
-        self._grad = timeline.grad_before(place)
+        self._timeline, region = timeline, timeline.region_before(place)
+        self._grad, self._inference = region.makes_gradients, region.inference[-1]
         self._shared: dict[Any, Node] = {}
         self._early: dict[Node, Node] = {}
 
@@ -56,6 +57,8 @@ class _GraphEmit(Emit):
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         args, kwargs = self._at_hand(args, kwargs)
+        if self._inference and function in (torch.detach, Tensor.detach):
+            return args[0]  # nothing has a gradient there
         key = (function, repr(args), repr(kwargs))
         if key not in self._shared:  # a pure function of the same arguments: once is enough
             self._shared[key] = self.anew(function, *args, **kwargs)
@@ -64,6 +67,11 @@ class _GraphEmit(Emit):
     def anew(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Like a call, but the node is never one that was made before."""
         args, kwargs = self._at_hand(args, kwargs)
+        example = self._example(function, args, kwargs)
+        if self._inference and (seen := self._seen_through(example, args, kwargs)):
+            copies = {node: self(torch.clone, node) for node in seen}
+            args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: copies.get(node, node))
+            example = self._example(function, args, kwargs)
         with self.graph.inserting_before(self.place):
             if isinstance(function, types.MethodDescriptorType):
                 node = self.graph.call_method(function.__name__, args, kwargs)
@@ -73,10 +81,28 @@ class _GraphEmit(Emit):
         for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if name in self.like.meta:
                 node.meta[name] = self.like.meta[name]
+        node.meta["example_value"] = example
+        return node
+
+    def _example(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = torch.fx.node.map_arg((args, kwargs), example_of)
         with compat.fake_mode_of(example_of(self.like)), torch.set_grad_enabled(self._grad):
-            node.meta["example_value"] = function(*values[0], **values[1])
-        return node
+            return function(*values[0], **values[1])
+
+    def _seen_through(self, example: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
+        """The arguments of which ``example`` is a view and that were made outside of inference mode.
+
+        AOTAutograd cannot trace views of such in that mode (PyTorch 2.13 and before).
+        """
+        given: list[Node] = []
+        torch.fx.node.map_arg((args, kwargs), given.append)
+        memory, here = set(map(compat.storage, tensors(example))), {*self._shared.values()}
+
+        def is_outside(node: Node) -> bool:
+            region = self._timeline.region.get(node)
+            return node not in here and (region is None or not region.inference[-1])
+
+        return [node for node in given if is_outside(node) and storages(node) & memory]
 
     def _at_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.fx.node.map_arg((args, kwargs), lambda node: self._early.get(node, node))

@@ -242,12 +242,12 @@ class Timeline:
         """Whether any node switches a mode."""
         return bool(self._region_ends)
 
-    def grad_before(self, place: Node) -> bool:
-        """Whether gradients are made just before ``place``, which may be a node that the timeline does not have."""
+    def region_before(self, place: Node) -> Region:
+        """The region just before ``place``, which may be a node that the timeline does not have."""
         node = place.prev
         while node not in self.region:
             node = node.prev
-        return self.region[node].makes_gradients
+        return self.region[node]
 
     def end_of_region(self, node: Node) -> Node | None:
         """The next node that switches a mode, if any."""

@@ -1020,6 +1020,42 @@ def test_inference_mode_keeps_gradients_off_whatever_grad_mode_says(outside: boo
     torch.testing.assert_close(run(compiled(program)), run(program))
 
 
+INFERRED: dict[str, Callable[[World], Any]] = {
+    "loss": lambda s: ce(s.z, s.y),
+    "of another head": lambda s: F.linear(s.x * 2, s.w).log_softmax(-1).gather(-1, (s.y + 0)[..., None]),
+    "last row": lambda s: ce(s.z[:, -1:], (s.y + 0)[:, -1:]),
+    "some classes": lambda s: s.zb[..., 1:].logsumexp(-1),
+    "best class": lambda s: s.zb.argmax(-1),
+    "best classes": lambda s: s.z.topk(3).values,
+    "all entries": lambda s: s.z.softmax(-1),
+    "shifted rows": lambda s: (s.z - s.z.logsumexp(-1, keepdim=True)).amax(-1),
+    "detached": lambda s: ce(s.zb.detach() / 2, s.y),
+}
+
+
+@pytest.mark.parametrize("case", INFERRED)
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_inference_mode_in_a_graph(inner: str, case: str) -> None:
+    """Beside what is trained: of operands that were made outside AOTAutograd traces no views there."""
+    torch._dynamo.reset()
+
+    def program(s: World) -> Any:
+        with torch.inference_mode():
+            found = INFERRED[case](s)
+        return ce(s.z, s.y), found * 2
+
+    def run(f: Any) -> Any:
+        s = World.make()
+        loss, found = f(s)
+        loss.backward()
+        return loss, found.clone(), s.x.grad, s.w.grad
+
+    with new_sites() as sites:
+        actual = run(compiled(program, inner=inner))
+    torch.testing.assert_close(actual, run(program))
+    assert {site.status for site in sites} == {"fused"}
+
+
 @pytest.mark.parametrize("trained", ["x", "b"])
 def test_operands_of_inference_mode_beside_those_that_are_trained(trained: str) -> None:
     """Refused where the backward needs them: eager's needs no bias, and for that of the bias nothing else."""
