@@ -26,6 +26,8 @@ from fxfuse.deferred import DeferredLogits
 from fxfuse.ops.softmax import linear_softmax
 from fxfuse.options import Options
 
+IS_2_11 = torch.__version__.startswith("2.11")
+
 
 def captured(program: Any, *args: Any, rewrite: bool = True) -> GraphModule:
     """The graph that Dynamo hands to a backend, rewritten by fxfuse."""
@@ -737,8 +739,7 @@ def test_gradients_that_change_on_their_way_to_the_operands(name: str, inner: st
         return loss, x.grad, w.grad, z
 
     program = (HIDDEN_GRADIENTS | SEEN_GRADIENTS)[name]
-    is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-    if is_older and inner == "aot_eager" and name == "view of hidden states without a gradient beside them":
+    if IS_2_11 and inner == "aot_eager" and name == "view of hidden states without a gradient beside them":
         with pytest.raises(RuntimeError, match="does not require grad"):  # AOTAutograd of PyTorch 2.11 alone
             run(torch.compile(program, backend=inner))
         return
@@ -746,7 +747,7 @@ def test_gradients_that_change_on_their_way_to_the_operands(name: str, inner: st
     *expected, _ = run(program)
     torch.testing.assert_close(actual, expected)
     # To PyTorch 2.11 a hook is a function that returns a view.
-    seen = name in SEEN_GRADIENTS and ("with a hook" not in name or not is_older)
+    seen = name in SEEN_GRADIENTS and ("with a hook" not in name or not IS_2_11)
     assert isinstance(z, DeferredLogits) == seen
 
 
@@ -1037,6 +1038,8 @@ INFERRED: dict[str, Callable[[World], Any]] = {
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_inference_mode_in_a_graph(inner: str, case: str) -> None:
     """Beside what is trained: of operands that were made outside AOTAutograd traces no views there."""
+    if inner == "aot_eager" and IS_2_11:
+        pytest.skip("AOTAutograd of PyTorch 2.11 traces no product there, whatever the backend")
     torch._dynamo.reset()
 
     def program(s: World) -> Any:
