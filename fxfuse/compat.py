@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Makes of a function one that Dynamo does not trace; Dynamo is imported when that is called, and not before.
 without_dynamo = _disable_dynamo
@@ -301,9 +302,30 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def version(example: Tensor) -> int:
-    """How often an example value or a view of it was written to while the graph was captured."""
-    return 0 if example.is_inference() else example._version
+class Versions:
+    """How often example values of a graph, or what they are views of, were written to while it was captured."""
+
+    def __init__(self, graph: Graph) -> None:
+        # Dynamo makes the example of an input that is no view by an assignment of its storage, which counts as a write,
+        # where that is the storage of an input before it or where it begins within it.
+        self._first = WeakIdKeyDictionary()
+        owners: dict[int | None, Tensor] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            example, given = node.meta.get("example_value"), given_value(node)
+            if isinstance(example, Tensor) and isinstance(given, Tensor) and example._is_view() == given._is_view():
+                root, offset = viewed(example), viewed(given).storage_offset()
+                if owners.setdefault(storage(root), root) is not root or offset:
+                    self._first[root] = 1
+
+    def of(self, example: Tensor) -> int:
+        """Of one of them."""
+        return 0 if example.is_inference() else example._version - self._first.get(viewed(example), 0)
+
+
+def viewed(tensor: Tensor) -> Tensor:
+    """The tensor that another is a view of, or itself."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def dynamo_source(node: Any) -> str:

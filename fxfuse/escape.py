@@ -192,12 +192,31 @@ def _changes_gradients(node: Node) -> bool:
 
 
 def _has_other_versions(weight: Node, others: Set[Node]) -> bool:
-    """Whether a write to the memory of a weight may not show in its version: it was taken by ``.data``, or is computed
-    in the graph and returned too, for what compiled code returns in one memory need not have one version.
+    """Whether a write to the memory of a weight may not show in its version.
+
+    It was taken by ``.data``, in the graph or before; or it is computed in the graph and returned too, for what
+    compiled code returns in one memory need not have one version.
     """
     by_data = (node for node in weight.graph.nodes if function_name(node) == "_get_data_attr")
     returned = () if _is_given(weight) else others - {weight}
-    return any(storages(node) & storages(weight) for node in (*by_data, *returned))
+    given = (node for node in weight.graph.find_nodes(op="placeholder") if _overlap_apart(node, weight))
+    return any(storages(node) & storages(weight) for node in (*by_data, *returned, *given))
+
+
+def _overlap_apart(one: Node, other: Node) -> bool:
+    """Whether two tensors, if they are in one storage, may have elements in common, and are no views of one tensor."""
+    a, b = example_of(one), example_of(other)
+    if not isinstance(a, Tensor) or compat.viewed(a) is compat.viewed(b):
+        return False
+    (first, end), (others_first, others_end) = map(_extent, (a, b))
+    return not (compat.is_less(end, others_first + 1) or compat.is_less(others_end, first + 1))
+
+
+def _extent(tensor: Tensor) -> tuple[Any, Any]:
+    """Of its storage, the first element that a tensor has and the one after its last."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, last + 1
 
 
 def _is_contiguous(node: Node) -> bool:

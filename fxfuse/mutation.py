@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from .compat import is_autocast_enabled, is_known, operator_tags, schemas, storage, version
+from .compat import Versions, is_autocast_enabled, is_known, operator_tags, schemas, storage
 
 _INPLACE_OPERATORS = frozenset(
     (
@@ -224,6 +224,7 @@ class Timeline:
         self._writes: dict[int, list[tuple[int, Node, bool]]] = {}  # position, writer, certain
         self._written_at: list[int] = []  # in order
         self._last_use: dict[Node, int] = {}
+        self._versions = Versions(graph)
         number = 0
         for position, (node, region) in enumerate(regions(graph, outside)):
             self.position[node] = position
@@ -294,6 +295,5 @@ class Timeline:
 
         An example value counts writes to itself and its views in its version, whatever made them.
         """
-        example = example_of(operand)
-        seen = max(map(version, tensors(example)), default=0)
+        seen = max(map(self._versions.of, tensors(example_of(operand))), default=0)
         return seen > sum(certain for _, _, certain in self._writes_to(operand))

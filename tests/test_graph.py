@@ -635,6 +635,61 @@ def test_an_aliased_input_is_recognised() -> None:
     assert [site.reason.code for site in sites if site.reason] == ["operand_mutated"]
 
 
+def _apart(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In one storage, side by side, as ``ZeroRedundancyOptimizer(parameters_as_bucket_view=True)`` has parameters."""
+    flat = torch.cat([w.flatten(), x.flatten()])
+    first, second = torch.empty_like(w), torch.empty_like(x)
+    first.data, second.data = flat[: w.numel()].view_as(w), flat[w.numel() :].view_as(x)
+    return first, second
+
+
+def _tied_by_data(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = torch.empty_like(w), torch.empty_like(x)
+    first.data, second.data = w, w.view(-1)[: x.numel()].view_as(x)
+    return first, second
+
+
+@pytest.mark.parametrize("weight_first", [True, False])
+@pytest.mark.parametrize("share", [_apart, _tied_by_data])
+def test_inputs_of_one_storage_that_nothing_writes_to(share: Callable[..., Any], weight_first: bool) -> None:
+    """Dynamo's example of the second counts a write before anything ran, and a write to one is still seen for both."""
+    drawn = World.make()
+    assert drawn.w.numel() >= drawn.x.numel()
+
+    def program(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, write: int) -> Any:
+        z = F.linear(b, a) if weight_first else F.linear(a, b)
+        if write:
+            (a if write == 1 else b)[0, 0].add_(1)
+        return ce(z, y)
+
+    with new_sites() as sites:
+        for write in range(3):
+            torch._dynamo.reset()
+            expected, actual = (
+                f(
+                    *share(drawn.w.detach().clone(), drawn.x.detach().clone())[:: 1 if weight_first else -1],
+                    drawn.y,
+                    write,
+                )
+                for f in (program, compiled(program))
+            )
+            torch.testing.assert_close(actual, expected)
+    assert [site.reason and site.reason.code for site in sites] == [None, "operand_mutated", "operand_mutated"]
+
+
+def test_a_weight_of_which_another_input_has_the_memory_is_not_deferred() -> None:
+    """A write to that is none in the version of the weight; side by side is no matter."""
+    drawn = World.make()
+    found = []
+    for share in (_apart, _tied_by_data):
+        torch._dynamo.reset()
+        w, x = share(drawn.w.detach().clone(), drawn.x.detach().clone())
+        z = compiled(F.linear)(x, w)
+        torch.testing.assert_close(z + 0, F.linear(x, w))
+        found.append(isinstance(z, DeferredLogits))
+    assert found == [True, False]
+
+
 class _Turned(torch.autograd.Function):
     """Gradient reversal: of a view, so that it has no memory of its own."""
 
