@@ -431,6 +431,83 @@ def test_distributed_data_parallel(tmp_path: Path, backend: str) -> None:
     run_in_two_processes(_TWO_PROCESSES, tmp_path, 4, backend)
 
 
+_COLLECTIVES = """
+import os, sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from helpers import compiled
+from fxfuse.deferred import DeferredLogits
+
+def zeros(like, rows=4):
+    return torch.zeros(rows, like.shape[1], device=like.device)
+
+def into(like, collective):
+    out = [zeros(like, 2) for _ in range(2)]
+    collective(out)
+    return torch.cat(out)
+
+def gathered_at(z, rank, root=1):
+    out = [z, zeros(z)] if rank == root else None
+    dist.gather(torch.full_like(zeros(z), rank + 1.0), out, root)
+    return z if out is None else torch.cat([*out, z])
+
+def gathered_beside(z, rank):
+    beside = zeros(z)
+    dist.all_gather([beside, z], torch.full_like(beside, rank + 1.0))
+    return torch.cat([beside, z])
+
+def called(collective, out, *given, **options):
+    collective(out, *given, **options)
+    return out
+
+COLLECTIVES = {{
+    "gather": lambda z, rank: called(dist.gather, z, [zeros(z), zeros(z)] if rank == 0 else None, 0),
+    "gather into": gathered_at,
+    "all_gather": lambda z, rank: torch.cat(called(dist.all_gather, [zeros(z), zeros(z)], z)),
+    "all_gather into": gathered_beside,
+    "all_gather_into_tensor": lambda z, rank: called(dist.all_gather_into_tensor, zeros(z, 8), z),
+    "reduce_scatter": lambda z, rank: called(dist.reduce_scatter, zeros(z, 2), list(z.chunk(2))),
+    "reduce_scatter into": lambda z, rank: called(dist.reduce_scatter, z, [zeros(z) + rank, zeros(z) + 3]),
+    "reduce_scatter_tensor": lambda z, rank: called(dist.reduce_scatter_tensor, zeros(z, 2), z),
+    "all_to_all": lambda z, rank: into(z, lambda out: dist.all_to_all(out, list(z.chunk(2)))),
+    "all_to_all_single": lambda z, rank: called(dist.all_to_all_single, zeros(z), z),
+    "all_reduce": lambda z, rank: called(dist.all_reduce, z),
+    "reduce": lambda z, rank: called(dist.reduce, z, 1) if rank else called(dist.reduce, z, 1)[:0],
+    "broadcast": lambda z, rank: called(dist.broadcast, z, 1),
+    "coalesced": lambda z, rank: called(dist.all_reduce_coalesced, [z, zeros(z)])[0],
+    "functional": lambda z, rank: dist._functional_collectives.all_reduce(z, "sum", [0, 1]) + 0,
+}}
+
+def main(rank):
+    device = torch.device(*(("cpu",) if {backend!r} == "gloo" else ("cuda", rank)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group({backend!r}, rank=rank, world_size=2, store=dist.FileStore({store!r}, 2))
+    torch.manual_seed(rank)
+    x, w = torch.randn(4, 8, device=device), torch.randn(40, 8, device=device)
+    f, project = compiled(torch.nn.functional.linear), torch.nn.functional.linear
+    for name, collective in COLLECTIVES.items():
+        z, dense = f(x, w), project(x, w)
+        assert isinstance(z, DeferredLogits)
+        actual, expected = collective(z, rank), collective(dense, rank)
+        for mine, theirs in ((actual, expected), (z, dense)):
+            torch.testing.assert_close(mine.logsumexp(-1), theirs.logsumexp(-1), msg=lambda m: f"{{name}}: {{m}}")
+            torch.testing.assert_close(mine.argmax(-1), theirs.argmax(-1))
+            torch.testing.assert_close(mine * 1.0, theirs)
+        print("done", rank, name, flush=True)
+    dist.barrier()
+    os._exit(0)  # as above
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+@each_backend
+def test_collectives_read_and_write_deferred_logits(tmp_path: Path, backend: str) -> None:
+    run_in_two_processes(_COLLECTIVES, tmp_path, 15, backend)
+
+
 _SHARDED = """
 import os, sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
