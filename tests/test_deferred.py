@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import compiled, dense_reads, new_sites, products_of_rows
+from helpers import FLOORS, compiled, dense_reads, new_sites, products_of_rows, relative_error
 from programs import BATCH, HIDDEN, TIME, VOCAB, DeferredWorld, World, ce
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -345,7 +345,7 @@ def test_only_the_rows_that_are_read_are_computed(
 
 def test_the_gradient_of_few_rows_errs_no_more_than_eager_of_all(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(*shape, generator=generator).to(device) for shape in ((16, 16), (32000, 16)))
+    x, w = (torch.randn(*shape, generator=generator).to(device) for shape in ((16, 64), (32000, 64)))
     torch._dynamo.reset()
 
     def gradient(project: Callable[[Tensor, Tensor], Tensor], *operands: Tensor) -> Tensor:
@@ -356,8 +356,8 @@ def test_the_gradient_of_few_rows_errs_no_more_than_eager_of_all(device: str) ->
 
     exact = gradient(F.linear, x.double(), w.double())
     assert isinstance(compiled(F.linear)(x.requires_grad_(), w), DeferredLogits)
-    ours, eager = (float((gradient(f, x, w) - exact).norm()) for f in (compiled(F.linear), F.linear))
-    assert ours < 1.5 * eager
+    ours, eager = (relative_error(gradient(f, x, w), exact) for f in (compiled(F.linear), F.linear))
+    assert ours <= max(1.5 * eager, FLOORS[torch.float32])
 
 
 READ_AGAIN: dict[str, Callable[[Tensor], Any]] = {

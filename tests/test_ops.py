@@ -452,7 +452,7 @@ def test_loss_and_gradients_err_no_more_than_eager(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize(("hidden", "vocab"), [(16, 32000), (4096, 2003)])
+@pytest.mark.parametrize(("hidden", "vocab"), [(64, 32000), (4096, 2003)])
 def test_a_few_labels_of_many_rows_err_no_more_than_eager(device: str, rows: int, hidden: int, vocab: int) -> None:
     """Which multiplies all rows, and BLAS takes other kernels for a few."""
     p = problem(16, hidden, vocab, device=device)
@@ -467,7 +467,7 @@ def test_a_few_labels_of_many_rows_err_no_more_than_eager(device: str, rows: int
 
     exact = value_and_grads(with_eager, *doubled(p.input, p.weight))
     actual, eager = (value_and_grads(f, p.input, p.weight) for f in (with_op, with_eager))
-    assert_no_worse_than_eager(actual, eager, exact, floor=2e-7, times=1.6)
+    assert_no_worse_than_eager(actual, eager, exact, floor=2e-7, times=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
