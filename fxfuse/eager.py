@@ -28,7 +28,7 @@ from .algebra import (
     WeighedLogProbs,
 )
 from .ops.contract import acc_dtype
-from .ops.products import CLASSES_OF_SUM, product
+from .ops.products import product
 from .replay import Emit
 
 
@@ -170,7 +170,7 @@ def pull_back(value: ClassTensor, g: Tensor, needs: Sequence[bool]) -> list[Tens
             g = g.masked_fill(head.filled, 0.0)
         if needs[0]:
             assert w is not None
-            grads[0] = product(g, w, CLASSES_OF_SUM).reshape(*leading, head.hidden)
+            grads[0] = product(g, w).reshape(*leading, head.hidden)
         if needs[1]:
             assert x is not None
             grads[1] = x.t() @ g if head.weight_transposed else g.t() @ x

@@ -9,50 +9,62 @@ from torch import Tensor
 # other, where those for more rows add a few partial sums: a gradient of one row from 32000 classes in float32 erred ten
 # times as much as one of four. Fewer rows than a program has are multiplied where most of its labels are ignored, say.
 FEW_ROWS = 12
-# So many terms each make a partial sum. Of classes, with which errors are those of many rows from 2003 to 128256
-# classes, for up to a tenth of the time; of hidden units more, as parts of the weight's rows are read more slowly.
-CLASSES_OF_SUM, HIDDEN_OF_SUM = 256, 1024
-# A product with a vector, by BLAS as well term by term, is made of so many classes at a time in a buffer.
-CLASSES_OF_BUFFER = 1024
+# So many terms make a partial sum. For so many columns a batched product makes partial sums of so many elements, which
+# a cache has room for; it takes less time than the product itself from two rows on, and about as much of one.
+TERMS, COLUMNS, ELEMENTS = 256, 1024, 1 << 18
 
 
-def product(a: Tensor, b: Tensor, terms: int) -> Tensor:
-    """``a [N, K] @ b [K, M]``; of a few rows on a CPU each sum is made of partial ones of so many ``terms``."""
-    first, *others = _parts(a, terms)
-    return sum((a[:, part] @ b[part] for part in others), a[:, first] @ b[first])
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a [N, K] @ b [K, M]``; of a few rows on a CPU each sum is made of partial ones."""
+    if not _is_of_few_rows(a):
+        return a @ b
+    total = a.new_zeros((a.shape[0], b.shape[1]))
+    _add_parts(total, a, b)
+    return total
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, terms: int) -> None:
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """``out = a @ b``, as ``product`` makes it."""
-    first, *others = _parts(a, terms)
-    torch.mm(a[:, first], b[first], out=out)
-    for part in others:
-        out += a[:, part] @ b[part]
+    if not _is_of_few_rows(a):
+        torch.mm(a, b, out=out)
+    else:
+        _add_parts(out.zero_(), a, b)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, terms: int) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b``, as ``product`` makes it."""
-    parts = _parts(a, terms)
-    if len(parts) == 1:
+    if not _is_of_few_rows(a):
         total.addmm_(a, b)
-        return
-    for part in parts:
-        total += a[:, part] @ b[part]
+    else:
+        _add_parts(total, a, b)
 
 
 def weighted_sum(z: Tensor, class_weight: Tensor) -> Tensor:
     """``z [N, V] @ class_weight [V]``, each sum made of partial ones."""
-    first, *others = ((z[:, part] * class_weight[part]).sum(1) for part in _slices(z.shape[1], CLASSES_OF_BUFFER))
-    return sum(others, first)
+    total = z.new_zeros(z.shape[:1])
+    for at in _slices(z.shape[1], COLUMNS):
+        total += (z[:, at] * class_weight[at]).sum(1)
+    return total
 
 
-def _parts(a: Tensor, terms: int) -> list[slice]:
+def _is_of_few_rows(a: Tensor) -> bool:
+    """Whether BLAS adds what these rows multiply term by term, and more than make a partial sum."""
     rows, length = a.shape
     # Partial sums of 16 bits would be rounded to them.
-    cut = rows <= FEW_ROWS and a.is_cpu and a.dtype in (torch.float32, torch.float64)
-    return _slices(length, terms if cut else length)
+    return rows <= FEW_ROWS and length > TERMS and a.is_cpu and a.dtype in (torch.float32, torch.float64)
+
+
+def _add_parts(total: Tensor, a: Tensor, b: Tensor) -> None:
+    length, columns = b.shape
+    whole = length // TERMS * TERMS
+    group = max(1, ELEMENTS // max(1, a.shape[0] * min(columns, COLUMNS))) * TERMS
+    for there in _slices(columns, COLUMNS):
+        for at in _slices(whole, group):
+            parts = a[:, at].unflatten(1, (-1, TERMS)).transpose(0, 1), b[at, there].unflatten(0, (-1, TERMS))
+            total[:, there] += torch.bmm(*parts).sum(0)
+        if whole < length:
+            total[:, there] += a[:, whole:] @ b[whole:, there]
 
 
 def _slices(length: int, step: int) -> list[slice]:
-    """One at least."""
-    return [slice(start, start + step) for start in range(0, max(length, 1), max(step, 1))]
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
