@@ -310,16 +310,22 @@ class Versions:
         # where that is the storage of an input before it or where it begins within it.
         self._first = WeakIdKeyDictionary()
         owners: dict[int | None, Tensor] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            example, given = node.meta.get("example_value"), given_value(node)
-            if isinstance(example, Tensor) and isinstance(given, Tensor) and example._is_view() == given._is_view():
-                root, offset = viewed(example), viewed(given).storage_offset()
-                if owners.setdefault(storage(root), root) is not root or offset:
-                    self._first[root] = 1
+        for example in _inputs_in_order(graph):
+            root = viewed(example)
+            if owners.setdefault(storage(root), root) is not root or hint(root.storage_offset()):
+                self._first[root] = 1
 
     def of(self, example: Tensor) -> int:
         """Of one of them."""
         return 0 if example.is_inference() else example._version - self._first.get(viewed(example), 0)
+
+
+def _inputs_in_order(graph: Graph) -> list[Tensor]:
+    """The example values of the tensors that Dynamo came upon, also of those that the graph has no use for."""
+    examples = (node.meta.get("example_value") for node in graph.find_nodes(op="placeholder"))
+    mode = next((example.fake_mode for example in examples if is_fake(example)), None)
+    tracked = getattr(getattr(mode, "shape_env", None), "tracked_fakes", None) or ()
+    return [one.fake for one in tracked if is_fake(one.fake)]
 
 
 def viewed(tensor: Tensor) -> Tensor:

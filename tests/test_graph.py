@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import LargestTensor, assert_raises_like, compiled, new_sites
-from programs import VOCAB, DeferredWorld, World, ce
+from programs import HIDDEN, VOCAB, DeferredWorld, World, ce
 from torch._dynamo import register_backend
 from torch.fx import GraphModule
 
@@ -675,6 +675,23 @@ def test_inputs_of_one_storage_that_nothing_writes_to(share: Callable[..., Any],
             )
             torch.testing.assert_close(actual, expected)
     assert [site.reason and site.reason.code for site in sites] == [None, "operand_mutated", "operand_mutated"]
+
+
+def test_an_input_in_the_storage_of_one_that_the_graph_has_no_use_for() -> None:
+    """As ``torch.func.functional_call`` with detached parameters has it: Dynamo came upon the module's own before."""
+    model = torch.nn.Linear(HIDDEN, VOCAB)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> Any:
+        z = torch.func.functional_call(model, parameters, (x,))
+        return y.numel() * F.cross_entropy(z.view(-1, VOCAB), y.detach().view(-1))
+
+    drawn = World.make()
+    x, y = drawn.x.float(), drawn.y
+    torch._dynamo.reset()
+    with new_sites() as sites:
+        torch.testing.assert_close(compiled(program)(x, y), program(x, y))
+    assert [site.status for site in sites] == ["fused"]
 
 
 def test_a_weight_of_which_another_input_has_the_memory_is_not_deferred() -> None:
