@@ -27,7 +27,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 # Makes of a function one that Dynamo does not trace; Dynamo is imported when that is called, and not before.
 without_dynamo = _disable_dynamo
@@ -308,16 +307,16 @@ class Versions:
     def __init__(self, graph: Graph) -> None:
         # Dynamo makes the example of an input that is no view by an assignment of its storage, which counts as a write,
         # where that is the storage of an input before it or where it begins within it.
-        self._first = WeakIdKeyDictionary()
+        self._begun_at_one: set[Tensor] = set()  # by identity, as tensors are hashed
         owners: dict[int | None, Tensor] = {}
         for example in _inputs_in_order(graph):
             root = viewed(example)
             if owners.setdefault(storage(root), root) is not root or hint(root.storage_offset()):
-                self._first[root] = 1
+                self._begun_at_one.add(root)
 
     def of(self, example: Tensor) -> int:
         """Of one of them."""
-        return 0 if example.is_inference() else example._version - self._first.get(viewed(example), 0)
+        return 0 if example.is_inference() else example._version - (viewed(example) in self._begun_at_one)
 
 
 def _inputs_in_order(graph: Graph) -> list[Tensor]:

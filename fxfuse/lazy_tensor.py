@@ -176,7 +176,7 @@ def _begins_within(tensor: Any) -> bool:
     """
     if not isinstance(tensor, LazyTensor) or tensor.is_inference():  # which have no gradient
         return False
-    root = tensor._base if tensor._is_view() else tensor
+    root = compat.viewed(tensor)
     return isinstance(root, LazyTensor) and root._deferred.meta.storage_offset() != 0
 
 

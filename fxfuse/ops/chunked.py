@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..transform import Transform, apply, apply_with_slope, decode
 from .contract import Coefficients, Upstream, acc_dtype, gradient_or_none, stash_dtype
-from .products import add_product, multiply, weighted_sum
+from .products import add_product, product, weighted_sum
 
 # Large enough for full-speed products. Logits that fit are one chunk, which Inductor takes as well: in quarters, 512
 # and 1024 rows of 512 hidden units and 8192 classes took 2 and 1.3 times as long (a throwaway script).
@@ -65,7 +65,7 @@ class Head(NamedTuple):
         else:
             rows = rows.to(self.acc)
             for at, block in self.blocks():
-                multiply(rows, block.t(), out[:, at])
+                product(rows, block.t(), out=out[:, at])
         if self.bias is not None:
             out += self.bias
         if self.scale != 1.0:
