@@ -26,6 +26,9 @@ WHOLE = "all entries, normalised in place"
 WITHOUT_LOGITS = "without a product"
 BESIDE = "not of logits"
 
+# The statistics that come only if asked for, as readers and ``ops.linear_stats`` name them; and ``want_class_sum``.
+OPTIONAL = ("want_log_prob_sum", "want_expectation", "want_entropy", "want_top")
+
 
 def leading(readers: Sequence[Reader]) -> ClassTensor:
     """The source by which one pass for ``readers`` is computed: one with gradients, if any has."""
@@ -285,10 +288,7 @@ def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None
 
     # What is left of a log-sum-exp after its shift may be as small as what rounding took from it.
     lse = plus(plus(stats.lse, level), stats.residual if kept else None)
-    sums = stats.class_sum
-    if reader.want_class_sum:
-        weight = _class_weight(emit, reader)
-        sums = plus(sums, emit(torch.mul, level, source.vocab if weight is None else emit(torch.sum, weight)))
+    of_all = emit(torch.mul, level, source.vocab) if reader.want_class_sum else None
     return reader.finish(
         emit,
         replace(
@@ -296,7 +296,9 @@ def finished(emit: Emit, reader: Reader, stats: Statistics, index: Handle | None
             lse=lse,
             picked=plus(stats.picked, level),
             log_prob=plus(stats.log_prob, nothing),
-            class_sum=sums,
+            class_sum=plus(stats.class_sum, of_all),
+            log_prob_sum=plus(stats.log_prob_sum, nothing) if reader.want_log_prob_sum else None,
+            expectation=plus(stats.expectation, level) if reader.want_expectation else None,
             entropy=plus(stats.entropy, nothing) if reader.want_entropy else None,
             top=plus(stats.top, level) if reader.want_top else None,
         ),
@@ -328,7 +330,7 @@ def _loss(
     index = reader.index.make(emit)
     c = reader.coefficients(emit, index)
     weight, scale, options = _class_weight(emit, reader), reader.source.scale, _options(reader.source)
-    arguments = *operands, index, weight, scale, c.lse, c.log_prob, c.class_sum
+    arguments = *operands, index, weight, scale, c.log_prob, c.log_prob_sum
     # Its backward reads input and weight, which eager's does too only where both need gradients.
     if needs[0] and needs[1] and _keeps_exponentials(emit, operands, index, c, options):
         variant, out = KEPT, emit(ops.linear_loss_exponentials, *arguments, **options)
@@ -345,7 +347,7 @@ def _keeps_exponentials(
 ) -> bool:
     input, weight = (emit.example(handle) for handle in operands[:2])
     indexed = emit.example(index).shape[1]
-    return keeps_exponentials(input, weight, indexed, c.class_sum is not None, options.get("transform", ""))
+    return keeps_exponentials(input, weight, indexed, c.log_prob_sum is not None, options.get("transform", ""))
 
 
 def statistics(
@@ -370,15 +372,14 @@ def statistics(
         index = parts[0] if len(parts) == 1 else emit(torch.cat, parts, 1)
     else:
         index = emit(torch.Tensor.to, emit(torch.narrow, operands[0], 1, 0, 0), torch.int64)
-    summing = [reader for reader in readers if reader.want_class_sum]
+    summing = [reader for reader in readers if reader.sums_classes]
     weight = _class_weight(emit, summing[0]) if summing else None
     skip = all(reader.skip_unindexed for reader in readers)
     scale, options = source.scale, _options(source) | ({"memory": memory} if memory else {})
-    options |= {name: True for name in ("want_entropy", "want_top") if any(getattr(reader, name) for reader in readers)}
-    out = emit(ops.linear_stats, *operands, index, weight, scale, bool(summing), skip, **options)
-    lse, picked, log_prob, class_sum, residual, entropy, top, argmax = (
-        emit(operator.getitem, out, i) for i in range(8)
-    )
+    options |= {name: True for name in OPTIONAL if any(getattr(reader, name) for reader in readers)}
+    class_sums = any(reader.want_class_sum for reader in readers)
+    out = emit(ops.linear_stats, *operands, index, weight, scale, class_sums, skip, **options)
+    found = Statistics(*(emit(operator.getitem, out, i) for i in range(10)))
 
     def part(emit: Emit, handle: Handle, reader: Reader) -> Handle:
         if reader.index is None:
@@ -390,7 +391,9 @@ def statistics(
 
     results = []
     for its, reader in zip(own or [emit] * len(readers), readers, strict=True):
-        its_picked, its_log_prob, its_index = (part(its, of_all, reader) for of_all in (picked, log_prob, index))
-        stats = Statistics(lse, residual, its_picked, its_log_prob, class_sum, entropy, top, argmax)
+        its_picked, its_log_prob, its_index = (
+            part(its, of_all, reader) for of_all in (found.picked, found.log_prob, index)
+        )
+        stats = replace(found, picked=its_picked, log_prob=its_log_prob)
         results.append(_finished_of(its, reader, stats, its_index, source))
-    return results, Statistics(lse, residual)
+    return results, Statistics(lse=found.lse, residual=found.residual)

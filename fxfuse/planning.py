@@ -152,8 +152,8 @@ class Planner:
 
     def _joined(self, known: Pass, node: Node, reader: Reader) -> Pass | None:
         """``known`` with one more reader of its kind, or None where they cannot share a computation."""
-        weights = {r.class_weight for _, r in known.readers if r.want_class_sum}
-        if reader.want_class_sum and weights and weights != {reader.class_weight}:
+        weights = {r.class_weight for _, r in known.readers if r.sums_classes}
+        if reader.sums_classes and weights and weights != {reader.class_weight}:
             return None
         if leading(known.of).requires_grad != reader.source.requires_grad:
             # A loss whose gradients are made in the forward is best left alone.

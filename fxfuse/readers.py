@@ -15,16 +15,14 @@ from .replay import Emit, Handle
 
 @dataclass(frozen=True)
 class Coefficients:
-    """A loss that is linear in the row statistics, with coefficients that depend on labels alone.
+    """A loss that is linear in log-probabilities, with coefficients that depend on labels alone.
 
-    Per row: ``lse * c.lse + sum_k log_prob_k * c.log_prob_k + class_sum * c.class_sum``, in the accumulation
-    dtype; ``lse [N]``, ``log_prob [N, K]``, ``class_sum [N]``, None for zero. ``offset`` is a 0-d tensor to add to
-    the sum over rows.
+    Per row: ``sum_k log_prob_k * c.log_prob_k + log_prob_sum * c.log_prob_sum``, in the accumulation dtype;
+    ``log_prob [N, K]``, ``log_prob_sum [N]`` or None for zero. ``offset`` is a 0-d tensor to add to the sum over rows.
     """
 
-    lse: Handle | None
     log_prob: Handle
-    class_sum: Handle | None
+    log_prob_sum: Handle | None
     offset: Handle | None = None
 
 
@@ -32,15 +30,17 @@ class Coefficients:
 class Statistics:
     """The row statistics as handles; those that nobody asked for may be None. See ``ops.contract``.
 
-    ``lse`` and ``residual [N]``, ``picked`` and ``log_prob [N, K]``, ``class_sum``, ``entropy``, ``top`` and ``argmax
-    [N]``; ``kl``, ``cross_entropy`` and ``student_kl [N]`` with a teacher's distribution, see ``ops.divergence``.
+    ``picked`` and ``log_prob [N, K]``, ``argmax`` and the others ``[N]``; ``kl``, ``cross_entropy`` and ``student_kl
+    [N]`` with a teacher's distribution, see ``ops.divergence``.
     """
 
     lse: Handle = None
-    residual: Handle = None
     picked: Handle = None
     log_prob: Handle = None
     class_sum: Handle = None
+    log_prob_sum: Handle = None
+    residual: Handle = None
+    expectation: Handle = None
     entropy: Handle = None
     top: Handle = None
     argmax: Handle = None
@@ -70,8 +70,8 @@ class Reader:
         finish: from the statistics of the rows (and the validated index) to what eager returns, but for its dtype.
         coefficients: for a scalar reader that is linear in the statistics: from the validated index to the
             coefficients. Its gradients can then be computed in the forward pass.
-        want_class_sum, class_weight: whether ``class_sum`` is read, and with which weights ``[V]``.
-        want_entropy, want_top: whether ``entropy`` is read; ``top`` or ``argmax``.
+        want_class_sum, want_log_prob_sum, class_weight: whether these are read, and with which weights ``[V]``.
+        want_expectation, want_entropy, want_top: whether these are read; ``top`` or ``argmax``.
         chosen: of ``torch.topk``: ``k``, ``largest`` and ``sorted``; the classes that are picked are those.
         entries: of one that returns entries of its source as they are, at the index, the chosen or the best: how these
             are made of the statistics, ``[N, K]`` or ``[N]``.
@@ -85,7 +85,9 @@ class Reader:
     index: Index | None = None
     coefficients: Callable[[Emit, Handle], Coefficients] | None = None
     want_class_sum: bool = False
+    want_log_prob_sum: bool = False
     class_weight: Handle | None = None
+    want_expectation: bool = False
     want_entropy: bool = False
     want_top: bool = False
     chosen: tuple[int, bool, bool] | None = None
@@ -93,6 +95,11 @@ class Reader:
     skip_unindexed: bool = False
     operands: tuple[Handle, ...] = ()
     normalises: bool = False
+
+    @property
+    def sums_classes(self) -> bool:
+        """Whether it reads a sum over all classes, weighted or not."""
+        return self.want_class_sum or self.want_log_prob_sum
 
     @property
     def is_alone(self) -> bool:
@@ -134,10 +141,8 @@ def weigh(emit: Emit, c: Coefficients, s: Statistics) -> Handle:
         return emit(torch.where, emit(torch.eq, coefficient, 0), 0.0, product)
 
     terms = emit(torch.sum, term(c.log_prob, s.log_prob), 1)
-    if c.lse is not None:
-        terms = emit(torch.add, terms, term(c.lse, s.lse))
-    if c.class_sum is not None:
-        terms = emit(torch.add, terms, term(c.class_sum, s.class_sum))
+    if c.log_prob_sum is not None:
+        terms = emit(torch.add, terms, term(c.log_prob_sum, s.log_prob_sum))
     return terms
 
 

@@ -117,7 +117,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     if made_with is not None and not made_with.is_alive():
         known = None
     operands = operands_of(EMIT, source)
-    more = reader.index is not None or reader.want_entropy or reader.want_top or reader.chosen is not None
+    more = reader.index is not None or reader.want_top or reader.chosen is not None
+    more |= reader.want_log_prob_sum or reader.want_expectation or reader.want_entropy
     if known is not None and not more and not (reader.want_class_sum and source.transform):
         total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
         results = [finished(EMIT, reader, replace(known, class_sum=total), None)]

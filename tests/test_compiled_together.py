@@ -209,7 +209,7 @@ def test_triton_compiles_what_an_op_launches(an_h200: None) -> None:
     call = gpu.GpuOperands.of(x, w, None, index, None, 1.0, "").call()
     linear_stats = hopper.linear_stats.__wrapped__  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as threads, launcher.AsyncCompileMode(threads):
-        launcher._in_mode("rehearse", linear_stats, call, False, False, False, False)
+        launcher._in_mode("rehearse", linear_stats, call, False, False, False, False, False)
     from fxfuse.kernels.hopper import pingpong
 
     for kernel in (stats.merge_kernel, pingpong.stats_kernel):
@@ -361,10 +361,10 @@ def losses(dtype: torch.dtype, rows: int = 256, hidden: int = 512, vocab: int = 
         index = ops.check_index(y, vocab, -100)[:, None]
         head = x, w, None, index, None
         needs = True, True, False
-        loss, *kept = ops.linear_loss_exponentials(*head, 1.0, None, c, None)
+        loss, *kept = ops.linear_loss_exponentials(*head, 1.0, c, None)
         grads = ops.linear_loss_exponentials_backward(*head, 1.0, None, g, *kept, *needs)
-        other, d_input, *_ = ops.linear_loss(*head, 2.0, None, c, None, *needs)
-        lse, *_, residual, _, _, _ = ops.linear_stats(*head, 1.0, False, True)
+        other, d_input, *_ = ops.linear_loss(*head, 2.0, c, None, *needs)
+        lse, _, _, _, _, residual, *_ = ops.linear_stats(*head, 1.0, False, True)
         of_rows = ops.linear_stats_backward(*head, 1.0, lse, residual, lse, c, None, *needs)
         return [loss, *grads, other, ops.scaled(d_input, g), *of_rows]
 

@@ -234,7 +234,7 @@ def test_a_gradient_that_an_op_was_not_told_to_make() -> None:
     x = p.input.clone().requires_grad_()
     one = torch.ones(4)
     with pytest.raises(fxfuse.FxfuseError) as raised:
-        ops.linear_loss(x, p.weight, None, p.target[:, None], None, 1.0, one, one[:, None], None, False, False, False)
+        ops.linear_loss(x, p.weight, None, p.target[:, None], None, 1.0, one[:, None], None, False, False, False)
     line, text = parts(raised)
     assert "ops.linear_loss(" in line
     assert re.search(

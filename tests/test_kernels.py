@@ -205,6 +205,11 @@ class Problem:
     def upstream(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.g_lse, self.g_picked, self.g_class_sum
 
+    @property
+    def coefficients(self) -> tuple[Tensor, Tensor | None]:
+        """The same of log-probabilities, and of their sums, for a loss."""
+        return self.g_picked, self.g_class_sum
+
     def double(self) -> Problem:
         def convert(value: object) -> object:
             return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -270,14 +275,17 @@ def problem(
 def eager_gradients(p: Problem, *, of_loss: bool = False) -> list[Tensor]:
     """Gradients of input, weight and bias as eager PyTorch gives them: logits in the operands' dtype.
 
-    The upstream gradients of ``picked`` are those of log-probabilities if ``of_loss``.
+    The upstream gradients of ``picked`` and ``class_sum`` are those of log-probabilities if ``of_loss``.
     """
     leaves = [t.detach().clone().requires_grad_() for t in (p.x, p.w, p.bias) if t is not None]
     z = apply(decode(p.transform), F.linear(*leaves) * p.scale).float()
-    picked = (z - z.logsumexp(1, True) * of_loss).gather(1, p.index.clamp(min=0)) * (p.index >= 0)
-    total = (z.logsumexp(1) * p.g_lse).sum() + (picked * p.g_picked).sum()
+    read = z.log_softmax(1) if of_loss else z
+    picked = read.gather(1, p.index.clamp(min=0)) * (p.index >= 0)
+    total = (picked * p.g_picked).sum()
+    if not of_loss:
+        total = total + (z.logsumexp(1) * p.g_lse).sum()
     if p.g_class_sum is not None:
-        total = total + ((z if p.class_weight is None else z * p.class_weight).sum(1) * p.g_class_sum).sum()
+        total = total + ((read if p.class_weight is None else read * p.class_weight).sum(1) * p.g_class_sum).sum()
     if p.g_entropy is not None:
         total = total - ((z.softmax(1) * z.log_softmax(1)).sum(1) * p.g_entropy).sum()
     return list(torch.autograd.grad(total, leaves))
@@ -302,12 +310,12 @@ def check_stats(
     arguments, options = (p.want_class_sum, skip_unindexed), {"transform": p.transform, **wanted}
     got = cuda.linear_stats(*p.operands, *arguments, **options)
     want = reference.linear_stats(*p.double().operands, *arguments, **options)
-    names = ("lse", "picked", "log_prob", "class_sum", "residual", "entropy", "top")
+    names = ("lse", "picked", "log_prob", "class_sum", "log_prob_sum", "residual", "expectation", "entropy", "top")
     for name, g, r in zip(names, got, want, strict=False):
         assert g.dtype == torch.float32
         if name != "residual":
             assert error(g, r) <= bound, (name, error(g, r))
-    assert got[7].dtype == torch.int64 and got[7].shape == want[7].shape
+    assert got[9].dtype == torch.int64 and got[9].shape == want[9].shape
     return got
 
 
@@ -329,7 +337,7 @@ def check_gradients(p: Problem, *, floor: float = 1.0, memory: int = 0) -> None:
 
     allowed = bounds(eager_gradients(p), want)
     # The softmax adds up to one only with the lse of the very same products.
-    lse, _, _, _, residual, entropy, *_ = cuda.linear_stats(*p.operands, False, False, **options, **wanted)
+    lse, _, _, _, _, residual, _, entropy, *_ = cuda.linear_stats(*p.operands, False, False, **options, **wanted)
     entropies = {} if p.g_entropy is None else {"entropy": entropy, "g_entropy": p.g_entropy}
     arguments = *p.operands, lse, residual, *p.upstream, *needs
     got = cuda.linear_stats_backward(*arguments, memory=memory, **options, **entropies)
@@ -339,10 +347,12 @@ def check_gradients(p: Problem, *, floor: float = 1.0, memory: int = 0) -> None:
     if p.g_entropy is not None:  # which no loss with coefficients has
         return
 
-    loss, *got = cuda.linear_loss(*p.operands, *p.upstream, *needs, **options)
-    want_loss, *want = reference.linear_loss(*exact.operands, *exact.upstream, *needs, **options)
-    lse, _, log_prob, class_sum, *_ = reference.linear_stats(*exact.operands, p.want_class_sum, False, **options)
-    pairs = zip(exact.upstream, (lse, log_prob, class_sum), strict=True)
+    loss, *got = cuda.linear_loss(*p.operands, *p.coefficients, *needs, **options)
+    want_loss, *want = reference.linear_loss(*exact.operands, *exact.coefficients, *needs, **options)
+    _, _, log_prob, _, log_prob_sum, *_ = reference.linear_stats(
+        *exact.operands, False, False, want_log_prob_sum=p.want_class_sum, **options
+    )
+    pairs = zip(exact.coefficients, (log_prob, log_prob_sum), strict=True)
     magnitude = sum(float((c * s).abs().nan_to_num(0, 0, 0).sum()) for c, s in pairs if c is not None)
     assert abs(float(loss) - float(want_loss)) <= STATS_BOUND * magnitude
     allowed = bounds(eager_gradients(p, of_loss=True), tuple(want))
@@ -426,19 +436,21 @@ def kept_exponentials() -> None:
         assert tiles.adds_class_sums(p.x) == (rows == few)
         p.x[5] *= 100  # the offset of this row is bad
         if p.g_class_sum is not None:
-            p.g_lse[:6], p.g_picked[3:6] = 0.0, 0.0  # rows with nothing but class sums
+            p.g_picked[3:6] = 0.0  # rows with nothing but class sums
             p.g_class_sum[3:6] = 1.0 / classes
-            p.g_lse[6] = (p.g_picked[6] * (p.index[6] >= 0)).sum()  # one whose gradient of the log-sum-exp cancels
+            total = classes if p.class_weight is None else p.class_weight.sum()
+            # One whose gradient of the log-sum-exp cancels.
+            p.g_class_sum[6] = -(p.g_picked[6] * (p.index[6] >= 0)).sum() / total
         known = {"transform": p.transform}
-        loss, *kept = cuda.linear_loss_exponentials(*p.operands, *p.upstream, **known)
+        loss, *kept = cuda.linear_loss_exponentials(*p.operands, *p.coefficients, **known)
         before = [t.clone() for t in kept]
         g = torch.full((), -3.0, device=DEVICE)
         for _ in range(2):  # what is kept survives a backward
             got = cuda.linear_loss_exponentials_backward(*p.operands, p.g_class_sum, g, *kept, True, True, True)
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(kept, before, strict=True))
-        same_loss, *_ = cuda.linear_loss(*p.operands, *p.upstream, False, False, False, **known)
+        same_loss, *_ = cuda.linear_loss(*p.operands, *p.coefficients, False, False, False, **known)
         exact = p.double()
-        _, *want = reference.linear_loss(*exact.operands, *exact.upstream, True, True, True, **known)
+        _, *want = reference.linear_loss(*exact.operands, *exact.coefficients, True, True, True, **known)
         eager = eager_gradients(p, of_loss=True)
         assert abs(float(loss) - float(same_loss)) <= 1e-5 * abs(float(same_loss)) + 1e-4
         for name, a, b, e in zip(("input", "weight", "bias"), got, want, [*eager, torch.zeros(classes)], strict=False):
@@ -448,19 +460,14 @@ def kept_exponentials() -> None:
 
 
 @case(each_dtype=True)
-def no_coefficients_of_lse_are_zeros(dtype: torch.dtype) -> None:
+def no_coefficients_of_sums_are_zeros(dtype: torch.dtype) -> None:
     rows, hidden, vocab = (300, 512, 5000) if HAS_GPU else (37, 48, 131)
-    for indexed, options in ((1, {}), (2, {"bias": True, "class_sum": True})):
-        p = problem(rows, hidden, vocab, dtype, indexed=indexed, idle=0.3, **options)
-        c_lse, *others = p.upstream
-        assert bool(c_lse.any())
-        without, with_zeros = (
-            cuda.linear_loss(*p.operands, c, *others, True, True, True) for c in (None, torch.zeros_like(c_lse))
-        )
-        assert all(map(torch.equal, without, with_zeros)) and all(bool(t.any()) for t in without)
-        if dtype != torch.float16 and indexed == 1 and route == "described" and tiles.has_descriptors(p.x):
-            loss, *_ = cuda.linear_loss_exponentials(*p.operands, None, *others)
-            assert torch.equal(loss, cuda.linear_loss_exponentials(*p.operands, torch.zeros_like(c_lse), *others)[0])
+    p = problem(rows, hidden, vocab, dtype, bias=True, idle=0.3)
+    without, with_zeros = (
+        cuda.linear_loss(*p.operands, p.g_picked, c, True, True, True) for c in (None, torch.zeros_like(p.g_lse))
+    )
+    for one, other in zip(without, with_zeros, strict=True):
+        assert bool(one.any()) and error(one, other.double()) <= STATS_BOUND
 
 
 @case(each_dtype=True)
@@ -509,7 +516,7 @@ def tanh_of_16_bits_errs_less_than_they_round() -> None:
     exact = x[:, :1].double()
     for factor in (60.0, 1000.0):  # of which the second has no room for such errors
         transform = f"tanh mul:{factor}"
-        lse, picked, _, _, residual, *_ = cuda.linear_stats(
+        lse, picked, _, _, _, residual, *_ = cuda.linear_stats(
             x, w, None, index, None, 1.0, False, False, transform=transform
         )
         bound = 6e-7 if factor == 60 else 4e-7 * exact.tanh().abs()
@@ -630,10 +637,10 @@ def products_in_float32() -> None:
     """One for statistics, three for a loss with its gradients, and three for gradients of statistics."""
     for rows, hidden, vocab in ((40, 24, 160), (151, 24, 48)):
         p = problem(rows, hidden, vocab, torch.float32)
-        lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+        lse, _, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
         with FlopCounterMode(display=False) as counter:
             cuda.linear_stats(*p.operands, False, False)
-            cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
+            cuda.linear_loss(*p.operands, *p.coefficients, True, True, False)
             cuda.linear_stats_backward(*p.operands, lse, residual, *p.upstream, True, True, False)
         assert counter.get_total_flops() == (1 + 3 + 3) * 2 * p.x.numel() * vocab
 
@@ -694,17 +701,17 @@ def a_nan_of_either_sign_stays_in_sums_of_several_chunks(dtype: torch.dtype) -> 
                 p = problem(rows, hidden, vocab, dtype)
                 p.x[1, 3] = nan
                 assert p.x[1, 3].isnan()
-                _, _, d_weight, _ = cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
+                _, _, d_weight, _ = cuda.linear_loss(*p.operands, *p.coefficients, True, True, False)
                 assert d_weight.isnan().all()
                 # Here the hidden states are multiplied as they are.
-                lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+                lse, _, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
                 arguments = *p.operands, lse, residual, *p.upstream, True, True, False
                 assert cuda.linear_stats_backward(*arguments)[1].isnan().all()
                 # Windows of classes, so that d_input is what is added up: a row of it is one of NaN.
                 tiles.LEAST_FILL = 0.0
                 p = problem(rows // 5, hidden, vocab * 3, dtype)
                 p.x[1, 3] = nan
-                lse, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+                lse, _, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
                 d_input = cuda.linear_stats_backward(
                     *p.operands, lse, residual, *p.upstream, True, True, False, memory=1
                 )[0]
@@ -797,7 +804,7 @@ def one_class_is_all_there_is(dtype: torch.dtype) -> None:
     for rows, hidden, bias in ((300, 1000, True), (300, 4096, False)) if HAS_GPU else ((40, 48, True),):
         p = problem(rows, hidden, 1, dtype, bias=bias, scale=3.0)
         p.index[:] = 0
-        lse, picked, log_prob, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+        lse, picked, log_prob, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
         assert picked.abs().max() > 8
         assert float(((lse.double() + residual.double()) - picked[:, 0].double()).abs().max()) < 4e-7
         assert float(log_prob.abs().max()) < 4e-7 and float(log_prob.max()) <= 0
@@ -840,12 +847,13 @@ def coefficients_that_vary_widely(dtype: torch.dtype) -> None:
 # The described way has neither: what asks for them takes the general one, for operands of either kind.
 
 BOTH = {"want_entropy": True, "want_top": True}
+ALL = {"want_log_prob_sum": True, "want_expectation": True, **BOTH}
 
 
 @case(each_dtype=True)
 def entropy_and_top(dtype: torch.dtype) -> None:
     p = problem(512, 512, 8192, dtype, entropy=True) if HAS_GPU else problem(32, 32, 128, dtype, entropy=True)
-    for wanted in ({"want_entropy": True}, {"want_top": True}, BOTH):
+    for wanted in (*({name: True} for name in ALL if name != "want_top"), {"want_top": True}, BOTH, ALL):
         *_, argmax = check_stats(p, **wanted)
     z, _ = reference.logits(p.x.double(), p.w.double(), None, 1.0, "")
     assert torch.equal(argmax, z.argmax(1))
@@ -858,10 +866,10 @@ def entropy_and_top_with_every_option(dtype: torch.dtype) -> None:
     options = {"bias": True, "class_weight": True, "class_sum": True, "idle": 0.3, "entropy": True}
     for indexed, transform in ((3, ""), (0, ""), (1, "tanh mul:4.0"), (1, "add:5.0 mul:0.4 sigmoid mul:9.0")):
         p = problem(rows, hidden, vocab, dtype, indexed=indexed, scale=-0.3, transform=transform, **options)
-        check_stats(p, **BOTH)
-        *_, entropy, top, argmax = check_stats(p, skip_unindexed=True, **BOTH)
+        check_stats(p, **ALL)
+        stats = check_stats(p, skip_unindexed=True, **ALL)
         skipped = ~(p.index >= 0).any(1)
-        assert bool(skipped.any()) and not any(bool(t[skipped].any()) for t in (entropy, top, argmax))
+        assert bool(skipped.any()) and not any(bool(t[skipped].any()) for t in stats)
         check_gradients(p)
         check_gradients(p, memory=1)
 
@@ -875,9 +883,9 @@ def entropy_alone_has_its_gradient(dtype: torch.dtype) -> None:
     p.g_entropy[:2] = 0
     stats = cuda.linear_stats(*p.operands, False, False, **BOTH)
     gradients = cuda.linear_stats_backward(
-        *p.operands, stats[0], stats[4], *p.upstream, True, True, True, entropy=stats[5], g_entropy=p.g_entropy
+        *p.operands, stats[0], stats[5], *p.upstream, True, True, True, entropy=stats[7], g_entropy=p.g_entropy
     )
-    assert bool(stats[5][:2].isnan().all()) and not gradients[0][:2].any()
+    assert bool(stats[7][:2].isnan().all()) and not gradients[0][:2].any()
     assert all(bool(g.isfinite().all()) and bool(g.any()) for g in gradients)
 
 
@@ -887,8 +895,8 @@ def entropies_of_nearly_certain_and_of_far_away_logits(dtype: torch.dtype) -> No
         for scale in (0.01, 15.0):
             p = problem(40, 48, 200, dtype, bias=True, entropy=True, scale=scale)
             p.bias += shift / scale
-            entropy = cuda.linear_stats(*p.operands, False, False, want_entropy=True)[5]
-            want = reference.linear_stats(*p.double().operands, False, False, want_entropy=True)[5]
+            entropy = cuda.linear_stats(*p.operands, False, False, want_entropy=True)[7]
+            want = reference.linear_stats(*p.double().operands, False, False, want_entropy=True)[7]
             # An entropy cannot be better than the logits: eager's here are of float32 products.
             log_p = (F.linear(p.x.float(), p.w.float(), p.bias.float()) * scale).log_softmax(1)
             eager = -(log_p.exp() * log_p).sum(1)
@@ -905,14 +913,14 @@ def the_entropy_of_a_certain_class(dtype: torch.dtype) -> None:
     p.x[:, 0] = 2
     p.w.zero_()
     p.w[1:, 0] = -torch.linspace(4, 12, vocab - 1, device=DEVICE).to(dtype)
-    entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[5].double()
-    want = reference.linear_stats(*p.double().operands, False, False, **BOTH)[5]
+    entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[7].double()
+    want = reference.linear_stats(*p.double().operands, False, False, **BOTH)[7]
     # The sum of the exponentials is just above one: the roundings of a tree of additions are all that may be lost.
     assert bool((want < 0.1).all()) and float((entropy - want).abs().max()) <= 4e-7
     check_gradients(p)
     p.w[1:, 0] *= 4  # exponentials that vanish beside 1
-    entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[5].double()
-    want = reference.linear_stats(*p.double().operands, False, False, **BOTH)[5]
+    entropy = cuda.linear_stats(*p.operands, False, False, **BOTH)[7].double()
+    want = reference.linear_stats(*p.double().operands, False, False, **BOTH)[7]
     assert bool((entropy > 0).all()) and bool(((entropy - want).abs() <= 0.05 * want).all())
 
 
@@ -920,10 +928,29 @@ def the_entropy_of_a_certain_class(dtype: torch.dtype) -> None:
 def entropies_of_few_classes(dtype: torch.dtype) -> None:
     for rows, hidden, vocab in ((1, 1, 1), (2, 1, 3), (1, 5, 2), (17, 16, 33), (0, 24, 90)):
         p = problem(rows, hidden, vocab, dtype, bias=True, class_sum=True, entropy=True)
-        stats = check_stats(p, **BOTH)
+        stats = check_stats(p, **ALL)
         check_gradients(p, floor=6)
         if vocab == 1:
-            assert not stats[5].any() and not stats[7].any()
+            assert not stats[7].any() and not stats[9].any()
+
+
+@case(each_dtype=True)
+def what_all_logits_of_a_row_have_in_common_cancels(dtype: torch.dtype) -> None:
+    """Not from ``class_sum`` and ``lse``, but from the difference and the mean that are made of them."""
+    rows, hidden, vocab = (300, 256, 5003) if HAS_GPU else (37, 24, 131)
+    p = problem(rows, hidden, vocab, dtype, bias=True, class_sum=True, scale=0.01)
+    p.bias.mul_(0.25).add_(4096.0)
+    p.bias = p.bias.float()
+    _, _, _, class_sum, log_prob_sum, *_ = cuda.linear_stats(*p.operands, True, False, want_log_prob_sum=True)
+    want = reference.linear_stats(*p.double().operands, True, False, want_log_prob_sum=True)
+    assert error(class_sum, want[3]) <= STATS_BOUND
+    # Logits near 41 are rounded by 2e-6, of which sums of many have the mean, and log-sum-exps too.
+    assert error(log_prob_sum, want[4]) <= 1e-6
+    p = problem(rows, hidden, vocab, dtype, scale=0.001)
+    expectation = cuda.linear_stats(*p.operands, False, False, want_expectation=True)[6]
+    want = reference.linear_stats(*p.double().operands, False, False, want_expectation=True)
+    assert error(expectation, want[6]) <= 1e-3 and error(want[0] - want[7], want[6]) < 1e-6
+    assert error(want[0].float() - want[7].float(), want[6]) > 1e-3  # the difference of rounded ones
 
 
 @case(each_dtype=True, routes=("general",))
@@ -935,7 +962,7 @@ def the_lowest_of_equal_classes(dtype: torch.dtype) -> None:
     p.x[:, 0] = 1
     p.w[vocab // 3 :: 2, 0] = torch.randint(0, 2, (len(p.w[vocab // 3 :: 2]),)).to(p.w)  # all rows' largest are 2
     p.x[::3, 0] = 0  # but those of every third, which are 1
-    *_, top, argmax = check_stats(p, **BOTH)
+    *_, top, argmax = check_stats(p, **ALL)
     z, _ = reference.logits(p.x.double(), p.w.double(), p.bias.double(), 1.0, "")
     first = (z == z.amax(1, keepdim=True)).int().argmax(1)
     assert torch.equal(argmax, first) and len(first.unique()) == 2 and torch.equal(top.double(), z.amax(1))
@@ -946,7 +973,7 @@ def entropy_and_top_of_rows_that_are_not_finite(dtype: torch.dtype) -> None:
     vocab = 3000 if HAS_GPU else 131
 
     def check(p: Problem) -> None:
-        *_, argmax = check_stats(p, **BOTH)
+        *_, argmax = check_stats(p, **ALL)
         z, _ = reference.logits(p.x.double(), p.w.double(), None if p.bias is None else p.bias.double(), 1.0, "")
         assert torch.equal(argmax, z.max(1).indices)
 
@@ -993,7 +1020,7 @@ def entropies_in_several_windows() -> None:
 def no_rows(dtype: torch.dtype) -> None:
     p = problem(0, 24, 90, dtype, bias=True, class_sum=True)
     check_stats(p)
-    loss, d_input, d_weight, d_bias = cuda.linear_loss(*p.operands, *p.upstream, True, True, True)
+    loss, d_input, d_weight, d_bias = cuda.linear_loss(*p.operands, *p.coefficients, True, True, True)
     assert float(loss) == 0 and d_input.shape == p.x.shape
     assert d_weight.shape == p.w.shape and not d_weight.any() and not d_bias.any()
 
@@ -1006,7 +1033,7 @@ def all_rows_idle(dtype: torch.dtype) -> None:
         p.x[3] = float("nan")
         assert all(not t.any() for t in cuda.linear_stats(*p.operands, True, True))
         for result in (
-            cuda.linear_loss(*p.operands, *p.upstream, True, True, True),
+            cuda.linear_loss(*p.operands, *p.coefficients, True, True, True),
             cuda.linear_stats_backward(*p.operands, p.g_lse, p.g_lse, *p.upstream, True, True, True),
         ):
             assert all(not t.any() for t in result)
@@ -1022,7 +1049,7 @@ def an_idle_row_is_zero_whatever_its_logits(dtype: torch.dtype) -> None:
     assert not lse[5].isfinite() and not lse[6].isfinite() and lse[7].isfinite()
     for *_, d_input, _, d_bias in (
         cuda.linear_stats_backward(*p.operands, lse, lse * 0, *p.upstream, True, False, True),
-        cuda.linear_loss(*p.operands, *p.upstream, True, False, True),
+        cuda.linear_loss(*p.operands, *p.coefficients, True, False, True),
     ):
         assert not d_input[5].any() and not d_input[6].any()
         assert d_input.isfinite().all() and d_input[7].any() and d_bias.isfinite().all()
@@ -1141,7 +1168,7 @@ def gradients_of_many_hidden_units() -> None:
     check_gradients(p)
     p = problem(300, 2048, 5003, torch.bfloat16)
     p.x[3] = float("nan")
-    d_input = cuda.linear_loss(*p.operands, *p.upstream, True, True, False)[1]
+    d_input = cuda.linear_loss(*p.operands, *p.coefficients, True, True, False)[1]
     assert d_input[3].isnan().all() and d_input[4:].isfinite().all()
 
 
@@ -1151,7 +1178,7 @@ def programs_that_wait_for_each_other_in_vain() -> None:
     from fxfuse.kernels.hopper.launch.operands import Described
 
     p = problem(2176, 2048, 5003, torch.bfloat16)  # with tiles of every kernel that meets, whole and in parts
-    operands, needs = (*p.operands, *p.upstream), (True, True, False)
+    operands, needs = (*p.operands, *p.coefficients), (True, True, False)
     want = [*cuda.linear_loss(*operands, *needs), *cuda.linear_loss(*operands, False, False, False)]
     counters = Described._counters
     missing = torch.full((4,), -(2**30), dtype=torch.int32, device=DEVICE)
@@ -1179,7 +1206,7 @@ def programs_meet_as_often_as_they_are_waited_for() -> None:
         given = iter(counted)
         Described._counters = property(lambda self: given)  # type: ignore[assignment]
         try:
-            cuda.linear_loss(*p.operands, *p.upstream, True, True, False)
+            cuda.linear_loss(*p.operands, *p.coefficients, True, True, False)
         finally:
             Described._counters = counters  # type: ignore[method-assign]
         return [count for count in counted[:, 0].tolist() if count]
@@ -1276,7 +1303,7 @@ def foreign_indices_touch_nothing() -> None:
     assert torch.equal(got[0], want[0])
     for g, r in zip(got[1:3], want[1:3], strict=True):
         assert torch.equal(g, torch.where(legal, r, 0.0))
-    gradients = cuda.linear_stats_backward(*strange.operands, want[0], want[4], *p.upstream, True, True, False)
+    gradients = cuda.linear_stats_backward(*strange.operands, want[0], want[5], *p.upstream, True, True, False)
     assert all(g.isfinite().all() for g in gradients)
 
 
@@ -1299,12 +1326,12 @@ def a_certain_class_keeps_its_log_probability(dtype: torch.dtype) -> None:
 def upstream_of_any_size(dtype: torch.dtype) -> None:
     for size in (1e-8, 1e5):
         p = problem(40, 24, 90, dtype, bias=True, class_sum=True, size=size)
-        _, *got = cuda.linear_loss(*p.operands, *p.upstream, True, True, True)
-        _, *want = reference.linear_loss(*p.double().operands, *p.double().upstream, True, True, True)
+        _, *got = cuda.linear_loss(*p.operands, *p.coefficients, True, True, True)
+        _, *want = reference.linear_loss(*p.double().operands, *p.double().coefficients, True, True, True)
         roundoff = torch.finfo(dtype).eps + 2e-6
         assert all(error(g, r) <= roundoff for g, r in zip(got, want, strict=True))
     p.g_lse[4] = float("nan")  # the bound by which float16 is normalised
-    d_input = cuda.linear_loss(*p.operands, *p.upstream, True, False, False)[1]
+    d_input = cuda.linear_loss(*p.operands, *p.coefficients, True, False, False)[1]
     assert d_input[4].isnan().all() and d_input[5].isfinite().all()
 
 
@@ -1316,9 +1343,9 @@ def the_same_bits_every_time(dtype: torch.dtype) -> None:
     def run() -> list[Tensor]:
         stats = [*cuda.linear_stats(*p.operands, True, False), *cuda.linear_stats(*p.operands, True, False, **BOTH)]
         entropies = {"entropy": stats[-3], "g_entropy": p.g_entropy}
-        arguments = *p.operands, stats[8], stats[12], *p.upstream, True, True, True
+        arguments = *p.operands, stats[10], stats[15], *p.upstream, True, True, True
         stats += cuda.linear_stats_backward(*arguments, **entropies)
-        return [*stats, *cuda.linear_loss(*p.operands, *p.upstream, True, True, True)]
+        return [*stats, *cuda.linear_loss(*p.operands, *p.coefficients, True, True, True)]
 
     first = run()
     for _ in range(9 if HAS_GPU else 1):
@@ -1346,7 +1373,7 @@ def no_logits_in_memory(dtype: torch.dtype) -> None:
     window = general.MOST_PRODUCT_BYTES if dtype == torch.float32 else max(windows.MOST_WINDOW_BYTES, logits // 7)
     most = window + gradients + (80 << 20)
     assert most < logits
-    assert peak(lambda: cuda.linear_loss(*p.operands, *p.upstream, True, True, False)) < most
+    assert peak(lambda: cuda.linear_loss(*p.operands, *p.coefficients, True, True, False)) < most
 
 
 @case(gpu_only=True, routes=("described", "general"))
@@ -1357,7 +1384,7 @@ def offsets_past_31_bits() -> None:
     p.w = torch.randn(vocab, hidden, device=DEVICE, dtype=torch.bfloat16).mul_(0.05)
     p.x = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
     p.index = torch.randint(vocab - 1000, vocab, (rows, 1), device=DEVICE)
-    lse, picked, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
+    lse, picked, _, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False)
     z = torch.cat([p.x.double() @ part.double().t() for part in p.w.split(65536)], 1)
     assert error(lse, z.logsumexp(1)) <= STATS_BOUND
     assert error(picked, z.gather(1, p.index)) <= STATS_BOUND
@@ -1382,7 +1409,7 @@ def capture_in_a_cuda_graph(dtype: torch.dtype) -> None:
 
     def run() -> list[Tensor]:
         stats = cuda.linear_stats(*p.operands, True, True)
-        return [*stats, *cuda.linear_loss(*p.operands, *p.upstream, True, True, True)]
+        return [*stats, *cuda.linear_loss(*p.operands, *p.coefficients, True, True, True)]
 
     for _ in range(3):  # the last one from a tape, as in the graph
         want = run()
@@ -1401,12 +1428,12 @@ def lists_of_rows() -> None:
     for idle in (0.0, 0.4, 1.1):
         p = problem(rows, 16, 16, torch.float16, indexed=2, class_sum=True, idle=idle)
         call = gpu.GpuOperands.of(*p.operands, "").call()
-        work = (p.g_lse != 0) | (p.g_picked != 0).any(1) | (p.g_class_sum != 0)
+        work = (p.g_picked != 0).any(1) | (p.g_class_sum != 0)
         assert (idle == 0) == bool(work.all()) and (idle > 1) == (not work.any())
-        listed, made = call.listed_by_coefficients(Coefficients(*p.upstream))
+        listed, made = call.listed_by_coefficients(Coefficients(*p.coefficients))
         known = torch.where(p.index >= 0, p.g_picked, 0.0)
         assert torch.equal(made.picked, known)
-        assert torch.allclose(made.lse, p.g_lse - known.sum(1), atol=1e-6)
+        assert torch.allclose(made.lse, -known.sum(1) - p.g_class_sum * len(p.w), atol=1e-5)
         for order, length in (
             listed,
             call.listed(gpu.GpuUpstream(*p.upstream)),
@@ -1415,8 +1442,8 @@ def lists_of_rows() -> None:
             want = work.nonzero()[:, 0]
             assert int(length) == len(want)
             assert torch.equal(order, F.pad(want, (0, rows - len(want))).int())
-        (order, length), made = call.listed_by_coefficients(Coefficients(None, *p.upstream[1:]))
-        want = ((known.sum(1) != 0) | (known != 0).any(1) | (p.g_class_sum != 0)).nonzero()[:, 0]
+        (order, length), made = call.listed_by_coefficients(Coefficients(p.g_picked, None))
+        want = ((known.sum(1) != 0) | (known != 0).any(1)).nonzero()[:, 0]
         assert torch.equal(order[: int(length)], want.int()) and torch.allclose(made.lse, -known.sum(1), atol=1e-6)
 
 
@@ -1425,11 +1452,11 @@ def classes_of_rows() -> None:
     rows, vocab = 700, 90
     p = problem(rows, 16, vocab, torch.float16, idle=0.3)
     call = gpu.GpuOperands.of(*p.operands, "").call()
-    length = int(call.listed_by_coefficients(Coefficients(*p.upstream))[0].length)
+    length = int(call.listed_by_coefficients(Coefficients(*p.coefficients))[0].length)
     assert 2 * 128 < length < rows
     for most_ranked in (0, 8192):  # a sort of the library; one row with all others
         with mock.patch("fxfuse.kernels.hopper.launch.classes.MOST_RANKED", most_ranked):
-            cut = call.cut(call.listed_by_coefficients(Coefficients(*p.upstream))[0], 256)
+            cut = call.cut(call.listed_by_coefficients(Coefficients(*p.coefficients))[0], 256)
             found = call.classes(cut)
         chunks, blocks = -(-length // cut.most), -(-length // call.row_block)
         assert chunks > 1

@@ -112,10 +112,11 @@ def record(
         hopper.products(call, meta(rows, vocab, dtype=dtype))
         return launches
     if kind.startswith("entropy"):
-        cuda.linear_stats(*operands, True, True, want_entropy=True, want_top=kind == "entropy_and_top")
+        more = kind == "entropy_and_top"
+        cuda.linear_stats(*operands, True, True, want_expectation=more, want_entropy=True, want_top=more)
         options |= {"entropy": meta(rows), "g_entropy": meta(rows)}
     else:
-        cuda.linear_loss(*operands, upstream[0] if everything else None, *upstream[1:], *needs, **options)
+        cuda.linear_loss(*operands, *upstream[1:], *needs, **options)
     cuda.linear_stats_backward(*operands, meta(rows), meta(rows), *upstream, *needs, **options)
     # Further windows launch the same kernel again.
     return list({(launch.kernel.__name__, *[a is None for a in launch.args]): launch for launch in launches}.values())

@@ -73,7 +73,7 @@ def run_any(pick: random.Random) -> None:
         return
     g_class_sum = meta(rows) if pick.random() < 0.5 else None
     upstream = meta(rows, offset=pick.choice([0, 1])), meta(*index.shape), g_class_sum
-    coefficients = pick.choice([None, upstream[0]]), *upstream[1:]
+    coefficients = upstream[1:]
     need_input, need_weight, need_bias = (pick.random() < 0.7 for _ in range(3))
     needs = need_input, need_weight, need_bias and bias is not None
     match pick.choice(["statistics", "backward", "loss", "exponentials", "stored", "index", "scaled"]):
@@ -85,7 +85,8 @@ def run_any(pick: random.Random) -> None:
             scale_kernels.scaled(values, meta(offset=pick.choice([0, 1])))
             scale_kernels.scale_(values, meta(offset=pick.choice([0, 1])))
         case "statistics":
-            wanted = {"want_entropy": pick.random() < 0.4, "want_top": pick.random() < 0.4}
+            names = "want_log_prob_sum", "want_expectation", "want_entropy", "want_top"
+            wanted = {name: pick.random() < 0.4 for name in names}
             cuda.linear_stats(*operands, g_class_sum is not None, pick.random() < 0.5, **wanted, transform=transform)
         case "backward":
             wants_entropy = pick.random() < 0.3

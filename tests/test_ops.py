@@ -34,10 +34,13 @@ from fxfuse import FxfuseError, ops
 from fxfuse.ops import chunked, cuda, reference
 from fxfuse.ops.contract import Upstream, acc_dtype, normalisation, stash_dtype
 
-STATISTICS = ("lse", "picked", "log_prob", "class_sum")
+STATISTICS = ("lse", "picked", "log_prob", "class_sum", "log_prob_sum")
+EVERYTHING = (*STATISTICS, "residual", "expectation", "entropy", "top", "argmax")  # as the op returns it
 # The optional ones, and where the differentiable statistics stand among all that the op returns.
+SUMS = {"want_log_prob_sum": True}
 BOTH = {"want_entropy": True, "want_top": True}
-DIFFERENTIABLE = {"lse": 0, "picked": 1, "log_prob": 2, "class_sum": 3, "entropy": 5, "top": 6}
+ALL = {**SUMS, "want_expectation": True, **BOTH}
+DIFFERENTIABLE = {name: i for i, name in enumerate(EVERYTHING) if name not in ("residual", "argmax")}
 inf, nan = float("inf"), float("nan")
 
 
@@ -57,19 +60,19 @@ def stats_tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 def eager_stats(
     input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, class_weight: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The statistics as a careful user writes them: the projection in the operands' dtype, the rest in float32."""
     if bias is not None:
         bias = bias.to(input.dtype)
     return stats_of(F.linear(input, weight, bias).to(acc_dtype(input.dtype)) * scale, index, class_weight)
 
 
-def stats_of(z: Tensor, index: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def stats_of(z: Tensor, index: Tensor, class_weight: Tensor | None) -> tuple[Tensor, ...]:
     at, indexed = index.clamp(min=0), index >= 0
     picked = torch.where(indexed, z.gather(1, at), 0.0)
     log_prob = torch.where(indexed, z.log_softmax(1).gather(1, at), 0.0)
-    class_sum = (z if class_weight is None else z * class_weight.to(z.dtype)).sum(1)
-    return z.logsumexp(1), picked, log_prob, class_sum
+    c = 1.0 if class_weight is None else class_weight.to(z.dtype)
+    return z.logsumexp(1), picked, log_prob, (z * c).sum(1), (z.log_softmax(1) * c).sum(1)
 
 
 def entropy_and_top(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,9 +96,9 @@ def test_statistics_are_those_of_the_reference(
     p = problem(*shape, dtype, device)
     for columns, class_weight, bias, scale in ((1, p.class_weight, p.bias, 0.5), (3, None, None, -2.0)):
         args = (p.input, p.weight, bias, some_index(p, columns), class_weight, scale, True, skip_unindexed)
-        actual = ops.linear_stats(*args)
-        expected = reference.linear_stats(*doubled(*args))
-        for name, a, e in zip(STATISTICS, actual[:4], expected[:4], strict=True):
+        actual = ops.linear_stats(*args, **SUMS)
+        expected = reference.linear_stats(*doubled(*args), **SUMS)
+        for name, a, e in zip(STATISTICS, actual[:5], expected[:5], strict=True):
             tolerance = stats_tolerance(dtype)
             if name == "class_sum":  # a sum of terms of both signs: its error grows with the root of their number
                 tolerance["atol"] *= math.sqrt(shape[2])
@@ -112,7 +115,7 @@ def test_statistics_and_gradients_err_no_more_than_eager(
     index = some_index(p, 2)
 
     def with_op(*operands: Tensor) -> Any:
-        return ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False)[:4]
+        return ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, **SUMS)[:5]
 
     def with_eager(*operands: Tensor) -> Any:
         return eager_stats(*operands, index, p.class_weight, 0.5)
@@ -131,7 +134,7 @@ def test_each_statistic_alone_has_its_gradient(device: str, read: str, columns: 
     index = some_index(p, 2)[:, :columns]
 
     def one(stats: Any) -> Callable[..., Tensor]:
-        options = {"want_entropy": read == "entropy", "want_top": read == "top"}
+        options = {} if read in STATISTICS[:4] else {f"want_{read}": True}
         return lambda *operands: stats(*operands, index, p.class_weight, 1.5, True, False, **options)[
             DIFFERENTIABLE[read]
         ]
@@ -149,20 +152,20 @@ TRANSFORMS = ("tanh", "tanh mul:3.0 add:-0.5", "add:0.5 mul:1.5 sigmoid mul:-4.0
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_transformed_logits_err_no_more_than_eager(device: str, dtype: torch.dtype, transform: str) -> None:
     p = problem(21, 8, 37, dtype, device)
-    index, c_lse, c_log_prob, c_class_sum = loss_arguments(p, 2)
+    index, *c = loss_arguments(p, 2)
 
-    def terms(lse: Tensor, picked: Tensor, log_prob: Tensor, class_sum: Tensor) -> Tensor:
-        c = (one.to(lse.dtype) for one in (c_lse, c_log_prob, c_class_sum))
-        return sum((a * b).sum() for a, b in zip(c, (lse, log_prob, class_sum), strict=True)) + picked.sum()
+    def terms(lse: Tensor, picked: Tensor, log_prob: Tensor, class_sum: Tensor, log_prob_sum: Tensor) -> Tensor:
+        pairs = zip(c, (log_prob, log_prob_sum), strict=True)
+        return sum((a.to(lse.dtype) * b).sum() for a, b in pairs) + picked.sum() + (0.1 * class_sum).sum()
 
     def with_stats(*operands: Tensor) -> Tensor:
-        return terms(*ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, transform=transform)[:4])
+        options = {"transform": transform, **SUMS}
+        return terms(*ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, **options)[:5])
 
     def with_loss(*operands: Tensor) -> Tensor:
-        c = (c_lse, c_log_prob, c_class_sum, True, True, True)
-        loss = ops.linear_loss(*operands, index, p.class_weight, 0.5, *c, transform=transform)[0]
+        loss = ops.linear_loss(*operands, index, p.class_weight, 0.5, *c, True, True, True, transform=transform)[0]
         stats = ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, transform=transform)
-        return loss + stats[1].sum()
+        return loss + stats[1].sum() + (0.1 * stats[3]).sum()
 
     def with_eager(*operands: Tensor) -> Tensor:
         z = F.linear(*operands) * 0.5
@@ -212,21 +215,21 @@ def test_the_same_class_in_two_columns_counts_twice(device: str) -> None:
 @pytest.mark.parametrize("transform", ["", "tanh mul:3.0"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_entropy_and_top_err_no_more_than_eager(
+def test_every_statistic_errs_no_more_than_eager(
     device: str, shape: tuple[int, int, int], dtype: torch.dtype, transform: str
 ) -> None:
-    """Beside all other statistics, with their gradients."""
+    """And neither does its gradient, beside those of the others."""
     p = problem(*shape, dtype, device)
     index = some_index(p, 2)
 
     def with_op(*operands: Tensor) -> Any:
-        out = ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, **BOTH, transform=transform)
+        out = ops.linear_stats(*operands, index, p.class_weight, 0.5, True, False, **ALL, transform=transform)
         return every_differentiable(out)
 
     def with_eager(input: Tensor, weight: Tensor, bias: Tensor) -> Any:
         z = F.linear(input, weight, bias).to(acc_dtype(input.dtype)) * 0.5
         z = z.tanh() * 3.0 if transform else z
-        return *stats_of(z, index, p.class_weight), *entropy_and_top(z)
+        return *stats_of(z, index, p.class_weight), (z.softmax(1) * z).sum(1), *entropy_and_top(z)
 
     operands = (p.input, p.weight, p.bias)
     exact = value_and_grads(with_eager, *doubled(*operands))
@@ -238,28 +241,75 @@ def test_entropy_and_top_err_no_more_than_eager(
 @pytest.mark.parametrize("skip_unindexed", [False, True], ids=["every row", "skip"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_entropy_and_top_are_those_of_the_reference(
+def test_statistics_come_only_if_asked_for(
     device: str, shape: tuple[int, int, int], dtype: torch.dtype, skip_unindexed: bool
 ) -> None:
     p = problem(*shape, dtype, device)
     args = (p.input, p.weight, p.bias, some_index(p, 1), p.class_weight, 0.5, True, skip_unindexed)
-    plain, exact = ops.linear_stats(*args), reference.linear_stats(*doubled(*args), **BOTH)
-    assert all(t.shape == (0,) for t in plain[5:])
-    for options in ({"want_entropy": True}, {"want_top": True}, BOTH):
-        out = ops.linear_stats(*args, **options)
-        for a, e in zip(out[:5], plain[:5], strict=True):
-            torch.testing.assert_close(a, e)
-        for name, e, kept in zip(("entropy", "top", "argmax"), exact[5:], (5, 6, 7), strict=True):
-            a = out[kept]
-            if options.get("want_entropy" if name == "entropy" else "want_top"):
+    plain, exact = ops.linear_stats(*args), reference.linear_stats(*doubled(*args), **ALL)
+    always = {"lse", "picked", "log_prob", "class_sum", "residual"}
+    brought = {"top": ["argmax"], "expectation": ["entropy"]}
+    for asked in ([], ["log_prob_sum"], ["expectation"], ["entropy"], ["top"], ["log_prob_sum", "expectation", "top"]):
+        out = ops.linear_stats(*args, **{f"want_{name}": True for name in asked})
+        came = {*asked, *(other for name in asked for other in brought.get(name, []))}
+        for name, a, e, before in zip(EVERYTHING, out, exact, plain, strict=True):
+            if name in always:
+                torch.testing.assert_close(a, before)
+            elif name in came:
+                tolerance = stats_tolerance(dtype)
+                if name == "log_prob_sum":
+                    tolerance["atol"] *= shape[2]
                 assert a.dtype == (torch.int64 if name == "argmax" else acc_dtype(dtype))
-                torch.testing.assert_close(
-                    a.to(e.dtype), e, **stats_tolerance(dtype), msg=lambda m, n=name: f"{n}: {m}"
-                )
+                torch.testing.assert_close(a.to(e.dtype), e, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
             else:
-                assert a.shape == (0,)
+                assert a.shape == (0,), name
     if skip_unindexed:
-        assert not any(bool(t[::3].any()) for t in out[5:])
+        assert not any(bool(t[::3].any()) for t in out)
+
+
+@pytest.mark.parametrize("offset", [30.0, 300.0, 1e4])
+def test_what_all_logits_of_a_row_have_in_common_cancels_in_sums_of_log_probabilities(
+    device: str, offset: float
+) -> None:
+    """``class_sum`` less V log-sum-exps would err 4, 20 and 40 times as much as eager."""
+    p = problem(16, 8, 1013, device=device)
+    index = torch.empty(16, 0, dtype=torch.int64, device=device)
+
+    def with_stats(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return ops.linear_stats(input, weight, bias, index, None, 1.0, False, False, **SUMS)[4]
+
+    def with_loss(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        one = torch.ones(16, dtype=acc_dtype(input.dtype), device=device)
+        return ops.linear_loss(input, weight, bias, index, None, 1.0, one[:, None][:, :0], one, True, True, True)[0]
+
+    operands = p.input, p.weight, p.bias + offset
+    for with_op, of in ((with_stats, lambda row: row), (with_loss, torch.sum)):
+
+        def with_eager(input: Tensor, weight: Tensor, bias: Tensor, of=of) -> Tensor:
+            return of(F.linear(input, weight, bias).log_softmax(1).sum(1))
+
+        exact = value_and_grads(with_eager, *doubled(*operands))
+        answers = value_and_grads(with_op, *operands), value_and_grads(with_eager, *operands)
+        assert_no_worse_than_eager(*answers, exact, 2e-7)
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 1.0])
+def test_the_expectation_of_small_logits_does_not_cancel(device: str, size: float) -> None:
+    """Nor that of logits of one size: lse - entropy would err thousands of times as much as eager, and 3 times."""
+    p = problem(16, 64, 1013, device=device)
+    index = torch.empty(16, 0, dtype=torch.int64, device=device)
+
+    def with_op(input: Tensor, weight: Tensor) -> Tensor:
+        return ops.linear_stats(input, weight, None, index, None, size, False, False, want_expectation=True)[6]
+
+    def with_eager(input: Tensor, weight: Tensor) -> Tensor:
+        z = F.linear(input, weight) * size
+        return (z.softmax(1) * z).sum(1)
+
+    exact = value_and_grads(with_eager, *doubled(p.input, p.weight))
+    answers = value_and_grads(with_op, p.input, p.weight), value_and_grads(with_eager, p.input, p.weight)
+    # On a GPU it is added to the maximum, without a pass of its own.
+    assert_no_worse_than_eager(*answers, exact, 2e-7 if device == "cpu" else 2e-6 / min(size, 0.1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
@@ -279,7 +329,7 @@ def check_row_entropies(logits: Tensor, device: str, dtype: torch.dtype, luck: f
     index = torch.empty(len(logits), 0, dtype=torch.int64, device=device)
 
     def with_op(input: Tensor, weight: Tensor) -> Any:
-        return ops.linear_stats(input, weight, None, index, None, 1.0, False, False, **BOTH)[5:7]
+        return ops.linear_stats(input, weight, None, index, None, 1.0, False, False, **BOTH)[7:9]
 
     def with_eager(input: Tensor, weight: Tensor) -> Any:
         return entropy_and_top((input @ weight.t()).to(acc_dtype(input.dtype)))
@@ -306,16 +356,19 @@ def test_entropies_of_huge_logits(device: str, dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_entropy_and_top_of_rows_that_are_not_finite_or_tied(device: str, row: list[float]) -> None:
+def test_statistics_of_rows_that_are_not_finite_or_tied(device: str, row: list[float]) -> None:
     """As eager has them: 0 * -inf is NaN."""
     bias = torch.tensor(row, device=device)
     input, weight = torch.zeros(2, 4, device=device), torch.ones(3, 4, device=device)
     index = torch.tensor([[0, 1], [2, 0]], device=device)
-    entropy, top, argmax = ops.linear_stats(input, weight, bias, index, None, 1.0, False, False, **BOTH)[5:]
+    out = ops.linear_stats(input, weight, bias, index, None, 1.0, False, False, **ALL)
+    _, _, _, _, log_prob_sum, _, expectation, entropy, top, argmax = out
     z = bias.expand(2, 3)
     want_entropy, _ = entropy_and_top(z)
     want_top, want_argmax = z.max(1)
     exact = {"equal_nan": True, "rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(log_prob_sum, z.log_softmax(1).sum(1), **exact)
+    torch.testing.assert_close(expectation, (z.softmax(1) * z).sum(1), **exact)
     torch.testing.assert_close(entropy, want_entropy, **exact)
     torch.testing.assert_close(top, want_top, **exact)
     assert torch.equal(argmax, want_argmax)
@@ -346,7 +399,7 @@ def test_a_row_whose_entropy_counts_for_nothing_contributes_nothing(device: str,
     def run(input: Tensor, rows: list[int]) -> list[Tensor]:
         def total(*operands: Tensor) -> Tensor:
             out = ops.linear_stats(*operands, index[: len(input)], None, 1.0, False, False, **BOTH)
-            return out[5][rows].square().sum() + out[6][rows].sum()
+            return out[7][rows].square().sum() + out[8][rows].sum()
 
         return value_and_grads(total, input, p.weight, p.bias)
 
@@ -392,12 +445,12 @@ def test_entropies_keep_within_the_memory_of_buffers(device: str, memory: int, m
     with LargestTensor() as spy:
         out = chunked.linear_stats(*head, False, False, **BOTH, memory=memory)
         grads = chunked.linear_stats_backward(
-            *head, out[0], out[4], g, g[:, None], None, True, True, True, entropy=out[5], g_entropy=g, memory=memory
+            *head, out[0], out[5], g, g[:, None], None, True, True, True, entropy=out[7], g_entropy=g, memory=memory
         )
     assert spy.elements <= max(memory // 3 // 4, p.input.numel())
     want = reference.linear_stats_backward(
-        *doubled(*head), *doubled(whole[0], whole[4], g, g[:, None]), None, True, True, True,
-        entropy=whole[5].double(), g_entropy=g.double(),
+        *doubled(*head), *doubled(whole[0], whole[5], g, g[:, None]), None, True, True, True,
+        entropy=whole[7].double(), g_entropy=g.double(),
     )  # fmt: skip
     for a, e in zip((*out, *grads), (*whole, *want), strict=True):
         torch.testing.assert_close(a.to(e.dtype), e, rtol=1e-5, atol=1e-5)
@@ -406,17 +459,14 @@ def test_entropies_keep_within_the_memory_of_buffers(device: str, memory: int, m
 # --- linear_loss ----------------------------------------------------------------------------------------------
 
 
-def loss_arguments(p: Problem, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """index, c_lse, c_log_prob, c_class_sum, of the signs and sizes of a smoothed loss: its terms do not cancel.
+def loss_arguments(p: Problem, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """index, c_log_prob, c_log_prob_sum, of the signs and sizes of a smoothed loss: its terms do not cancel.
 
     Every fourth row has nothing but zeros.
     """
     acc, index = acc_dtype(p.input.dtype), some_index(p, columns)
-    c_lse, c_log_prob = (
-        upstream(p.input.new_empty(shape, dtype=acc)).abs() for shape in (index.shape[:1], index.shape)
-    )
-    c_class_sum = (c_lse.flip(0) - 2.0) / p.weight.shape[0]
-    c = (c_lse, -c_log_prob, c_class_sum)
+    each, of_all = (upstream(p.input.new_empty(shape, dtype=acc)).abs() for shape in (index.shape, index.shape[:1]))
+    c = (-each, -of_all.flip(0) / p.weight.shape[0])
     for one in c:
         one[1::4] = 0
     return index, *c
@@ -429,20 +479,16 @@ def test_loss_and_gradients_err_no_more_than_eager(
 ) -> None:
     p = problem(*shape, dtype, device)
     for columns, class_weight in ((1, p.class_weight), (2, None)):
-        index, c_lse, c_log_prob, c_class_sum = loss_arguments(p, columns)
+        index, *c = loss_arguments(p, columns)
 
-        def with_op(
-            *operands: Tensor, index=index, class_weight=class_weight, c=(c_lse, c_log_prob, c_class_sum)
-        ) -> Tensor:
+        def with_op(*operands: Tensor, index=index, class_weight=class_weight, c=c) -> Tensor:
             return ops.linear_loss(*operands, index, class_weight, 0.5, *c, True, True, True)[0]
 
-        def with_eager(
-            *operands: Tensor, index=index, class_weight=class_weight, c=(c_lse, c_log_prob, c_class_sum)
-        ) -> Tensor:
-            lse, _, log_prob, class_sum = eager_stats(*operands, index, class_weight, 0.5)
+        def with_eager(*operands: Tensor, index=index, class_weight=class_weight, c=c) -> Tensor:
+            _, _, log_prob, _, log_prob_sum = eager_stats(*operands, index, class_weight, 0.5)
             # The coefficients are what makes the gradients here: float64 ones for float64 statistics.
-            c_lse, c_log_prob, c_class_sum = (one.to(lse.dtype) for one in c)
-            return (c_lse * lse).sum() + (c_log_prob * log_prob).sum() + (c_class_sum * class_sum).sum()
+            c_log_prob, c_log_prob_sum = (one.to(log_prob.dtype) for one in c)
+            return (c_log_prob * log_prob).sum() + (c_log_prob_sum * log_prob_sum).sum()
 
         operands = (p.input, p.weight, p.bias)
         exact = value_and_grads(with_eager, *doubled(*operands))
@@ -503,41 +549,37 @@ def test_float16_gradients_of_a_tiny_loss_do_not_underflow(device: str) -> None:
 
 def test_a_loss_without_coefficients_is_zero(device: str) -> None:
     p = problem(5, 4, 7, torch.float64, device)
-    index, c_lse, c_log_prob, _ = loss_arguments(p, 1)
+    index, c_log_prob, c_log_prob_sum = loss_arguments(p, 1)
     needs = (True, True, True)
-    zeros = (torch.zeros_like(c_lse), torch.zeros_like(c_log_prob), None)
+    zeros = (torch.zeros_like(c_log_prob), None)
     for result in ops.linear_loss(p.input, p.weight, p.bias, index, None, 1.0, *zeros, *needs):
         assert not result.any()
-    assert bool(ops.linear_loss(p.input, p.weight, p.bias, index, None, 1.0, c_lse, *zeros[1:], *needs)[0] != 0)
+    c = zeros[0], c_log_prob_sum
+    assert bool(ops.linear_loss(p.input, p.weight, p.bias, index, None, 1.0, *c, *needs)[0] != 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
-def test_no_coefficients_of_lse_are_zeros(device: str, dtype: torch.dtype) -> None:
+def test_no_coefficients_of_sums_are_zeros(device: str, dtype: torch.dtype) -> None:
     p = problem(21, 8, 37, dtype, device)
-    index, c_lse, *others = loss_arguments(p, 2)
-    for c in (others, [others[0], None]):
-        args = (p.input, p.weight, p.bias, index, p.class_weight, -0.75)
-        without, with_zeros, of_reference = (
-            op(*args, c_lse, *c, True, True, True)
-            for op, c_lse in (
-                (ops.linear_loss, None),
-                (ops.linear_loss, torch.zeros_like(c_lse)),
-                (reference.linear_loss, None),
-            )
-        )
-        assert all(map(torch.equal, without, with_zeros))
-        torch.testing.assert_close(without[0], of_reference[0], **stats_tolerance(dtype))
+    index, c_log_prob, c_log_prob_sum = loss_arguments(p, 2)
+    args = (p.input, p.weight, p.bias, index, p.class_weight, -0.75, c_log_prob)
+    needs = (True, True, True)
+    without = ops.linear_loss(*args, None, *needs)
+    with_zeros = ops.linear_loss(*args, torch.zeros_like(c_log_prob_sum), *needs)
+    assert all(map(torch.equal, without, with_zeros))
+    of_reference = reference.linear_loss(*doubled(*args), None, *needs)
+    torch.testing.assert_close(without[0].double(), of_reference[0], **stats_tolerance(dtype))
 
 
 def test_a_zero_coefficient_silences_a_statistic_that_is_not_finite(device: str) -> None:
-    """The target of each row is ruled out (its log-probability is -inf), but only the log-sum-exp is asked for."""
+    """One class is ruled out (its log-probability is -inf, and so is their sum), but only others are asked for."""
     p = problem(4, 3, 6, device=device)
     bias = p.bias.index_fill(0, torch.tensor([2], device=device), -inf)
-    index = torch.full((4, 1), 2, device=device)
-    c_lse, zero = torch.ones(4, device=device), torch.zeros(4, 1, device=device)
-    args = (index, None, 1.0, c_lse, zero, zero[:, 0], True, True, True)
+    index = torch.tensor([2, 3], device=device).expand(4, 2).contiguous()
+    one, zero = torch.ones(4, device=device), torch.zeros(4, device=device)
+    args = (index, None, 1.0, torch.stack((zero, one), 1), zero, True, True, True)
     loss, *grads = ops.linear_loss(p.input, p.weight, bias, *args)
-    torch.testing.assert_close(loss, F.linear(p.input, p.weight, bias).logsumexp(1).sum())
+    torch.testing.assert_close(loss, F.linear(p.input, p.weight, bias).log_softmax(1)[:, 3].sum())
     assert all(bool(g.isfinite().all()) for g in grads)
     assert not grads[2][2]
 
@@ -550,7 +592,7 @@ def test_only_the_gradients_asked_for_are_made(device: str, needs: tuple[bool, b
     p = problem(6, 4, 9, device=device)
     index, *c = loss_arguments(p, 1)
     operands = (p.input, p.weight, p.bias, index, None, 1.0)
-    g = (torch.ones_like(c[0]), torch.zeros_like(c[1]), None)
+    g = (torch.ones_like(c[1]), torch.zeros_like(c[0]), None)
     lse = ops.linear_stats(*operands, False, False)[0]
     for run in (
         lambda *n: ops.linear_loss(*operands, *c, *n)[1:],
@@ -628,7 +670,7 @@ def test_memory_layout_does_not_matter(device: str, layout: Callable[[Tensor], T
         def both(*operands: Tensor) -> tuple[Tensor, ...]:
             own = layout(index) if vector is not torch.clone else index
             loss = ops.linear_loss(*operands, own, class_weight, 0.5, *c, True, True, True)[0]
-            return loss, *ops.linear_stats(*operands, own, class_weight, 0.5, True, False)[:4]
+            return loss, *ops.linear_stats(*operands, own, class_weight, 0.5, True, False, **SUMS)[:5]
 
         return value_and_grads(both, input, weight, bias)
 
@@ -665,7 +707,7 @@ def test_autocast_does_not_reach_inside(device: str) -> None:
 
     def both(*operands: Tensor) -> tuple[Tensor, ...]:
         loss = ops.linear_loss(*operands, index, p.class_weight, 1.0, *c, True, True, True)[0]
-        return loss, *ops.linear_stats(*operands, index, p.class_weight, 1.0, True, False)[:4]
+        return loss, *ops.linear_stats(*operands, index, p.class_weight, 1.0, True, False, **SUMS)[:5]
 
     plain = value_and_grads(both, p.input, p.weight, p.bias)
     with torch.autocast(device, torch.bfloat16):
@@ -681,7 +723,7 @@ def test_operands_are_not_written_to(device: str) -> None:
     before = [t.clone() for t in given]
     loss = ops.linear_loss(*given[:5], 1.0, *c, True, True, True)
     lse, *_ = ops.linear_stats(*given[:5], 1.0, True, False)
-    ops.linear_stats_backward(*given[:5], 1.0, lse, torch.zeros_like(lse), *c, True, True, True)
+    ops.linear_stats_backward(*given[:5], 1.0, lse, torch.zeros_like(lse), c[1], *c, True, True, True)
     ops.check_index(index.clamp(min=0), 21, 3)
     assert len(loss) == 4
     for now, then in zip(given, before, strict=True):
@@ -802,14 +844,12 @@ def test_a_row_that_counts_for_nothing_contributes_nothing(
     p = problem(10, 8, 21, dtype, device)
     index = p.target[:, None].clone()
     index[[2, 7]] = -1
-    c_lse = torch.zeros(10, dtype=acc_dtype(dtype), device=device)
     c_log_prob = torch.full((10, 1), -0.1, dtype=acc_dtype(dtype), device=device)
 
     def run(input: Tensor, at: Tensor, rows: int) -> list[Tensor]:
         def loss(*operands: Tensor) -> Tensor:
             if op == "loss":
-                coefficients = (c_lse[:rows], c_log_prob[:rows], None)
-                return ops.linear_loss(*operands, at, None, 1.0, *coefficients, True, True, True)[0]
+                return ops.linear_loss(*operands, at, None, 1.0, c_log_prob[:rows], None, True, True, True)[0]
             return (ops.linear_stats(*operands, at, None, 1.0, False, True)[2] * c_log_prob[:rows]).sum()
 
         return value_and_grads(loss, input, p.weight, p.bias)
@@ -894,11 +934,11 @@ def test_check_index_counts_from_the_end(device: str) -> None:
 def test_an_unchecked_index_touches_no_foreign_memory(bad: int) -> None:
     p = problem(3, 4, 5)
     index = torch.tensor([[0], [bad], [1]])
-    _, c_lse, c_log_prob, _ = loss_arguments(p, 1)
+    _, c_log_prob, _ = loss_arguments(p, 1)
     with pytest.raises((RuntimeError, IndexError)):
         ops.linear_stats(p.input, p.weight, None, index, None, 1.0, False, False)
     with pytest.raises((RuntimeError, IndexError)):
-        ops.linear_loss(p.input, p.weight, None, index, None, 1.0, c_lse + 1, c_log_prob + 1, None, True, True, False)
+        ops.linear_loss(p.input, p.weight, None, index, None, 1.0, c_log_prob + 1, None, True, True, False)
     lse, g = torch.zeros(3), torch.ones(3, 1)
     with pytest.raises((RuntimeError, IndexError)):
         ops.linear_stats_backward(p.input, p.weight, None, index, None, 1.0, lse, lse, lse, g, None, True, True, False)
@@ -916,10 +956,10 @@ def test_gradcheck_of_linear_stats(device: str, class_weight: bool) -> None:
     leaves = [t.requires_grad_() for t in (p.input, p.weight, p.bias)]
     assert torch.autograd.gradcheck(lambda x, w, b: ops.linear_stats(x, w, b, index, c, -0.7, True, False)[:4], leaves)
 
-    def with_both(*operands: Tensor) -> list[Tensor]:
-        return every_differentiable(ops.linear_stats(*operands, index, c, -0.7, True, False, **BOTH))
+    def with_all(*operands: Tensor) -> list[Tensor]:
+        return every_differentiable(ops.linear_stats(*operands, index, c, -0.7, True, False, **ALL))
 
-    assert torch.autograd.gradcheck(with_both, leaves)
+    assert torch.autograd.gradcheck(with_all, leaves)
 
 
 def test_gradcheck_of_linear_loss(device: str) -> None:
@@ -933,7 +973,7 @@ def test_gradcheck_of_linear_loss(device: str) -> None:
     assert torch.autograd.gradcheck(loss, leaves)
 
 
-@pytest.mark.parametrize("op", ["loss", "stats", "entropy", "top"])
+@pytest.mark.parametrize("op", ["loss", "log_prob", "log_prob_sum", "expectation", "entropy", "top"])
 def test_a_second_backward_through_a_retained_graph(device: str, op: str) -> None:
     p = problem(7, 4, 11, torch.float64, device)
     index, *c = loss_arguments(p, 1)
@@ -941,8 +981,8 @@ def test_a_second_backward_through_a_retained_graph(device: str, op: str) -> Non
     if op == "loss":
         loss = ops.linear_loss(*leaves, index, None, 1.0, *c, True, True, True)[0]
     else:
-        read = {"stats": 2, "entropy": 5, "top": 6}[op]
-        loss = ops.linear_stats(*leaves, index, None, 1.0, False, False, **BOTH)[read].square().sum()
+        out = ops.linear_stats(*leaves, index, None, 1.0, False, False, **ALL)
+        loss = out[DIFFERENTIABLE[op]].square().sum()
     first = torch.autograd.grad(loss, leaves, torch.tensor(-3.0).to(loss), retain_graph=True)
     second = torch.autograd.grad(loss, leaves, torch.tensor(6.0).to(loss), retain_graph=True)
     third = torch.autograd.grad(loss, leaves, torch.tensor(-3.0).to(loss))
@@ -960,8 +1000,8 @@ def test_what_has_no_derivative_is_refused(device: str) -> None:
     for loss in (
         ops.linear_loss(input, p.weight, None, index, None, 1.0, *c, *made)[0],
         ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False)[0].sum(),
-        ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False, want_entropy=True)[5].sum(),
-        ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False, want_top=True)[6].sum(),
+        ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False, want_entropy=True)[7].sum(),
+        ops.linear_stats(input, p.weight, None, index, None, 1.0, False, False, want_top=True)[8].sum(),
     ):
         with pytest.raises(FxfuseError, match="second derivative"):
             torch.autograd.grad(loss, input, create_graph=True)
@@ -970,9 +1010,9 @@ def test_what_has_no_derivative_is_refused(device: str) -> None:
         ops.linear_stats(p.input, p.weight, None, index, class_weight, 1.0, True, False)
     with pytest.raises(FxfuseError, match="class_weight"):
         ops.linear_loss(p.input, p.weight, None, index, class_weight, 1.0, *c, False, False, False)
-    for at, name in enumerate(("c_lse", "c_log_prob", "c_class_sum")):
+    for at, name in enumerate(("c_log_prob", "c_log_prob_sum")):
         differentiable = [one.clone().requires_grad_(i == at) for i, one in enumerate(c)]
-        with pytest.raises(FxfuseError, match=name):
+        with pytest.raises(FxfuseError, match=rf"{name}\b"):
             ops.linear_loss(p.input, p.weight, None, index, None, 1.0, *differentiable, False, False, False)
     with pytest.raises(FxfuseError, match="need_input"):
         ops.linear_loss(input, p.weight, None, index, None, 1.0, *c, False, True, False)
@@ -988,23 +1028,22 @@ def test_what_has_no_derivative_is_refused(device: str) -> None:
 def test_opcheck(device: str, op: str, grad: bool, dtype: torch.dtype) -> None:
     p = problem(5, 4, 7, dtype, device)
     for bias, class_weight in ((p.bias, p.class_weight), (None, None)):
-        index, c_lse, c_log_prob, c_class_sum = loss_arguments(p, 2)
+        index, c_log_prob, c_log_prob_sum = loss_arguments(p, 2)
         operands = [t if t is None else t.detach().clone().requires_grad_(grad) for t in (p.input, p.weight, bias)]
         shared = (*operands, index, class_weight, 0.5)
         needs = (grad, grad, grad and bias is not None)
         if op == "linear_stats":
             opcheck(ops.linear_stats, (*shared, bias is not None, True))
-            opcheck(ops.linear_stats, (*shared, bias is not None, False), {**BOTH, "transform": "tanh"})
+            opcheck(ops.linear_stats, (*shared, bias is not None, False), {**ALL, "transform": "tanh"})
             opcheck(ops.linear_stats, (*shared, False, True), {"want_top": True, "memory": 1 << 20})
         elif op == "linear_loss":
-            opcheck(ops.linear_loss, (*shared, c_lse, c_log_prob, None if bias is None else c_class_sum, *needs))
-            opcheck(ops.linear_loss, (*shared, None, c_log_prob, None, *needs))
+            opcheck(ops.linear_loss, (*shared, c_log_prob, None if bias is None else c_log_prob_sum, *needs))
         else:
             plain = (*(None if t is None else t.detach() for t in operands), index, class_weight, 0.5)
             lse = ops.linear_stats(*plain, False, False)[0]
-            g = (c_lse, c_log_prob, None if bias is None else c_class_sum)
+            g = (c_log_prob_sum, c_log_prob, None if bias is None else c_log_prob_sum)
             opcheck(ops.linear_stats_backward, (*plain, lse, lse * 0, *g, *needs))
-            entropies = {"entropy": lse * 0 + 1, "g_entropy": c_lse}
+            entropies = {"entropy": lse * 0 + 1, "g_entropy": c_log_prob_sum}
             opcheck(ops.linear_stats_backward, (*plain, lse, lse * 0, *g, *needs), entropies)
 
 
@@ -1047,15 +1086,15 @@ def test_chunk_boundaries_do_not_show(device: str, chunks: tuple[int, int], dtyp
     head = (p.input, p.weight, p.bias, index, p.class_weight, 0.5)
     needs = (True, True, True)
     for skip in (False, True):
-        actual = chunked.linear_stats(*head, True, skip, **BOTH)
-        expected = reference.linear_stats(*doubled(*head), True, skip, **BOTH)
+        actual = chunked.linear_stats(*head, True, skip, **ALL)
+        expected = reference.linear_stats(*doubled(*head), True, skip, **ALL)
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a.to(e.dtype), e, **stats_tolerance(dtype))
     rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": stats_tolerance(dtype)["atol"] * 10}
     exact_lse = reference.linear_stats(*doubled(*head), True, False)[0]
-    exact_entropy = reference.linear_stats(*doubled(*head), True, False, **BOTH)[5]
-    for g in (None, upstream(c[0]).roll(1)):
-        arguments = exact_lse, exact_lse * 0, *c, *needs, exact_entropy, g
+    exact_entropy = reference.linear_stats(*doubled(*head), True, False, **BOTH)[7]
+    for g in (None, upstream(c[1]).roll(1)):
+        arguments = exact_lse, exact_lse * 0, c[1].flip(0), *c, *needs, exact_entropy, g
         actual, expected = (
             module.linear_stats_backward(*given[:6], *given[6:-2], entropy=given[-2], g_entropy=given[-1])
             for module, given in (
@@ -1088,7 +1127,7 @@ def test_no_operation_inside_makes_the_logits(device: str, dtype: torch.dtype, m
     lse = chunked.linear_stats(*head, True, False)[0]
     calls = {
         "linear_stats": lambda module: module.linear_stats(*head, True, False),
-        "linear_stats_backward": lambda module: module.linear_stats_backward(*head, lse, lse * 0, *c, *needs),
+        "linear_stats_backward": lambda module: module.linear_stats_backward(*head, lse, lse * 0, c[1], *c, *needs),
         "linear_loss": lambda module: module.linear_loss(*head, *c, *needs),
     }
     assert max(step * vocab, rows * hidden, vocab * hidden) < rows * vocab / 8
@@ -1162,7 +1201,7 @@ def test_the_residual_is_what_rounding_took_from_lse(shift: float, device: str) 
     p = problem(9, 16, 101, device=device)
     bias = p.bias * 0 + shift
     index = p.target[:, None]
-    lse, _, _, _, residual, *_ = ops.linear_stats(p.input, p.weight, bias, index, None, 1.0, False, False)
+    lse, _, _, _, _, residual, *_ = ops.linear_stats(p.input, p.weight, bias, index, None, 1.0, False, False)
     # The logits themselves are float32: take them as they are, and only what is made of them as exact.
     z = (p.input @ p.weight.t() + bias).double()
     exact = z.logsumexp(1)

@@ -199,6 +199,7 @@ def merge_kernel(
     picked,  # [rows, K] float32: read where the index is a class, zeroed elsewhere
     log_prob,  # [rows, K] float32, out
     class_sum,  # [rows] float32, out, or None
+    expectation,  # [rows] float32, out, or None
     entropy,  # [rows] float32, out, or None
     top,  # [rows] float32, out, or None
     argmax,  # [rows] int64, out, or None
@@ -246,6 +247,11 @@ def merge_kernel(
         row_lse = tl.where(row_wanted, row_lse, 0.0)
         row_residual = tl.where(row_wanted, row_residual, 0.0)
         weighted = tl.where(row_wanted, weighted, 0.0)
+    if expectation is not None:  # which comes with the entropy
+        row_expectation = shift + t / s
+        if wanted is not None:
+            row_expectation = tl.where(row_wanted, row_expectation, 0.0)
+        tl.store(expectation + row, row_expectation, mask=in_rows)
     if entropy is not None:
         row_entropy = log_s - t / s
         if wanted is not None:
@@ -294,11 +300,13 @@ def row_stats(
     transform: str,
     want_class_sum: bool,
     wanted: Tensor | None,
+    want_expectation: bool = False,
     want_entropy: bool = False,
     want_top: bool = False,
     product: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """``lse [N]``, ``picked``, ``log_prob [N, K]``, ``class_sum``, ``residual``, ``entropy``, ``top``, ``argmax [N]``.
+    """``lse``, ``residual [N]``, ``picked``, ``log_prob [N, K]``, ``class_sum``, ``expectation``, ``entropy``, ``top``,
+    ``argmax [N]``.
 
     All are float32 but ``argmax``, which is int64, and empty where not asked for; ``argmax`` comes with ``top``.
     ``x [N, D]`` and ``weight [V, D]`` may have any strides; ``index [N, K]``, ``bias [V]``, ``class_weight [V]`` and
@@ -313,9 +321,9 @@ def row_stats(
 
     lse, picked, log_prob = empty(rows), empty(rows, indexed), empty(rows, indexed)
     class_sum, residual = empty(rows if want_class_sum else 0), empty(rows)
-    entropy, top = empty(rows if want_entropy else 0), empty(rows if want_top else 0)
+    expectation, entropy, top = (empty(rows if want else 0) for want in (want_expectation, want_entropy, want_top))
     argmax = torch.empty_like(top, dtype=torch.int64)
-    out = lse, picked, log_prob, class_sum, residual, entropy, top, argmax
+    out = lse, residual, picked, log_prob, class_sum, expectation, entropy, top, argmax
     if rows == 0:
         return out
 
@@ -380,6 +388,7 @@ def row_stats(
         picked,
         log_prob,
         class_sum if want_class_sum else None,
+        expectation if want_expectation else None,
         entropy if want_entropy else None,
         top if want_top else None,
         argmax if want_top else None,

@@ -22,7 +22,7 @@ from .. import errors
 from ..compat import OpOverload
 from ..kernels.tiles import adds_class_sums, padded, row_block
 from . import chunked, cuda, divergence_cuda, gpu, softmax_cuda
-from .contract import acc_dtype, stash_dtype
+from .contract import acc_dtype, stash_dtype, total_weight
 from .divergence import linear_divergence as linear_divergence
 from .divergence import linear_divergence_backward
 from .library import NEEDS, backward_fake, differentiable, gradients_fake, implement, lib, refuse_second_order
@@ -38,17 +38,17 @@ _OPERANDS = "Tensor input, Tensor weight, Tensor? bias, Tensor index, Tensor? cl
 
 for _schema in (
     "check_index(Tensor index, SymInt vocab, int? ignore_index, bool wraps=False) -> Tensor",
-    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed, *, bool want_entropy=False,"
-    " bool want_top=False, str transform='', int memory=0)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed, *, bool want_log_prob_sum=False,"
+    " bool want_expectation=False, bool want_entropy=False, bool want_top=False, str transform='', int memory=0)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
     f" Tensor? g_class_sum, {NEEDS}, *, Tensor? entropy=None, Tensor? g_entropy=None, str transform='',"
     " int memory=0) -> (Tensor, Tensor, Tensor)",
-    f"linear_loss({_OPERANDS}, Tensor? c_lse, Tensor c_log_prob, Tensor? c_class_sum, {NEEDS},"
+    f"linear_loss({_OPERANDS}, Tensor c_log_prob, Tensor? c_log_prob_sum, {NEEDS},"
     " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
-    f"linear_loss_exponentials({_OPERANDS}, Tensor? c_lse, Tensor c_log_prob, Tensor? c_class_sum, *,"
+    f"linear_loss_exponentials({_OPERANDS}, Tensor c_log_prob, Tensor? c_log_prob_sum, *,"
     " str transform='') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"linear_loss_exponentials_backward({_OPERANDS}, Tensor? c_class_sum, Tensor g, Tensor e, Tensor gathered,"
+    f"linear_loss_exponentials_backward({_OPERANDS}, Tensor? c_log_prob_sum, Tensor g, Tensor e, Tensor gathered,"
     f" Tensor factor, Tensor own, Tensor order, Tensor length, Tensor row_sum, {NEEDS}) -> (Tensor, Tensor, Tensor)",
 ):
     lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -122,14 +122,16 @@ def _linear_stats_fake(
     bias: Tensor | None,
     index: Tensor,
     *rest: Any,
+    want_log_prob_sum: bool = False,
+    want_expectation: bool = False,
     want_entropy: bool = False,
     want_top: bool = False,
     **_: Any,
 ) -> tuple[Tensor, ...]:
     rows, acc, want_class_sum = input.shape[:1], acc_dtype(input.dtype), rest[2]
-    class_sum, entropy, top = (rows if want else (0,) for want in (want_class_sum, want_entropy, want_top))
-    shapes = (rows, index.shape, index.shape, class_sum, rows, entropy, top)
-    return *(input.new_empty(shape, dtype=acc) for shape in shapes), input.new_empty(top, dtype=torch.int64)
+    wants = want_class_sum, want_log_prob_sum, True, want_expectation, want_entropy or want_expectation, want_top
+    shapes = rows, index.shape, index.shape, *(rows if want else (0,) for want in wants)
+    return *(input.new_empty(shape, dtype=acc) for shape in shapes), input.new_empty(shapes[-1], dtype=torch.int64)
 
 
 for _name in ("linear_stats_backward", "linear_loss_exponentials_backward"):
@@ -146,13 +148,13 @@ def _linear_loss_fake(input: Tensor, weight: Tensor, *rest: Any, **_: Any) -> tu
 def _linear_loss_exponentials_fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, *rest: Any, **_: Any
 ) -> tuple[Tensor, ...]:
-    c_class_sum = rest[-1]
+    c_log_prob_sum = rest[-1]
     (rows, hidden), vocab, acc = input.shape, weight.shape[0], acc_dtype(input.dtype)
     block = row_block(input.device)
     most = -(-rows // block) * block
     sizes = (((), acc), ((most, padded(vocab)), input.dtype), ((most, hidden), input.dtype), ((most,), acc))
     lists = ((tuple(index.shape), acc), ((rows,), torch.int32), ((1,), torch.int32))
-    row_sum = ((0 if c_class_sum is None or adds_class_sums(input) else hidden,), acc)
+    row_sum = ((0 if c_log_prob_sum is None or adds_class_sums(input) else hidden,), acc)
     return tuple(input.new_empty(shape, dtype=dtype) for shape, dtype in (*sizes, *lists, row_sum))
 
 
@@ -170,8 +172,9 @@ def _stats_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
     _refuse_differentiable(ctx, {4: "class_weight"}, "linear_stats")
     ctx.set_materialize_grads(False)
     ctx.scale, ctx.want_class_sum, ctx.options = scale, want_class_sum, dict(keyword_only_inputs)
-    ctx.want_entropy, ctx.want_top = ctx.options.pop("want_entropy"), ctx.options.pop("want_top")
-    lse, _, _, _, residual, entropy, _, argmax = output
+    for want in ("want_log_prob_sum", "want_expectation", "want_entropy", "want_top"):
+        setattr(ctx, want, ctx.options.pop(want))
+    lse, _, _, _, _, residual, _, entropy, _, argmax = output
     ctx.save_for_backward(input, weight, bias, index, class_weight, lse, residual, entropy, argmax)
     ctx.mark_non_differentiable(residual, argmax)
 
@@ -182,7 +185,9 @@ def _stats_backward(
     g_picked: Tensor | None,
     g_log_prob: Tensor | None,
     g_class_sum: Tensor | None,
+    g_log_prob_sum: Tensor | None,
     g_residual: None,
+    g_expectation: Tensor | None,
     g_entropy: Tensor | None,
     g_top: Tensor | None,
     g_argmax: None,
@@ -191,9 +196,12 @@ def _stats_backward(
     input, weight, bias, index, class_weight, lse, residual, entropy, argmax = ctx.saved_tensors
     nothing = (None,) * 5
     g_class_sum = g_class_sum if ctx.want_class_sum else None
-    g_entropy = g_entropy if ctx.want_entropy else None
+    g_log_prob_sum = g_log_prob_sum if ctx.want_log_prob_sum else None
+    g_expectation = g_expectation if ctx.want_expectation else None
+    g_entropy = g_entropy if ctx.want_entropy or ctx.want_expectation else None
     g_top = g_top if ctx.want_top else None
-    if all(g is None for g in (g_lse, g_picked, g_log_prob, g_class_sum, g_entropy, g_top)):
+    given = g_lse, g_picked, g_log_prob, g_class_sum, g_log_prob_sum, g_expectation, g_entropy, g_top
+    if all(g is None for g in given):
         return None, None, None, *nothing
     g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
     g_picked = torch.zeros(index.shape, dtype=lse.dtype, device=lse.device) if g_picked is None else g_picked
@@ -201,6 +209,13 @@ def _stats_backward(
         g_log_prob = torch.where(index >= 0, g_log_prob, 0.0)
         g_lse = g_lse - g_log_prob.sum(1)
         g_picked = g_picked + g_log_prob
+    if g_log_prob_sum is not None:  # log_prob_sum = class_sum - lse, so many times
+        total = total_weight(class_weight, weight.shape[0], lse.dtype)
+        g_lse = g_lse - torch.where(g_log_prob_sum == 0, 0.0, g_log_prob_sum * total)
+        g_class_sum = g_log_prob_sum if g_class_sum is None else g_class_sum + g_log_prob_sum
+    if g_expectation is not None:  # expectation = lse - entropy
+        g_lse = g_lse + g_expectation
+        g_entropy = -g_expectation if g_entropy is None else g_entropy - g_expectation
     if g_top is not None:  # top is the logit at argmax
         index = torch.cat((index, argmax[:, None]), 1)
         g_picked = torch.cat((g_picked, g_top[:, None]), 1)
@@ -214,15 +229,15 @@ def _stats_backward(
 
 def _loss_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     input, weight, bias = inputs[:3]
-    constants = {4: "class_weight", 6: "c_lse", 7: "c_log_prob", 8: "c_class_sum"}
+    constants = {4: "class_weight", 6: "c_log_prob", 7: "c_log_prob_sum"}
     _refuse_differentiable(ctx, constants, "linear_loss")
-    made = inputs[9:]
+    made = inputs[8:]
     if any(need and not have for need, have in zip(ctx.needs_input_grad[:3], made, strict=True)):
         raise errors.gradient_not_made("linear_loss")
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
-    ctx.save_for_backward(*output[1:], *inputs[6:9])
+    ctx.save_for_backward(*output[1:], *inputs[6:8])
 
 
 def _of_rows(g: Tensor, *coefficients: Tensor | None) -> Tensor:
@@ -234,31 +249,31 @@ def _of_rows(g: Tensor, *coefficients: Tensor | None) -> Tensor:
 def _loss_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     refuse_second_order("linear_loss")
     if g is None:
-        return (None,) * 12
-    *made, c_lse, c_log_prob, c_class_sum = ctx.saved_tensors
-    g = _of_rows(g, c_lse, c_log_prob, c_class_sum)
+        return (None,) * 11
+    *made, c_log_prob, c_log_prob_sum = ctx.saved_tensors
+    g = _of_rows(g, c_log_prob, c_log_prob_sum)
     # Out of place: the saved gradients must survive for a second backward through a retained graph.
     grads = (
         scaled(saved, g).to(dtype) if need else None
         for saved, dtype, need in zip(made, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
     )
-    return *grads, *(None,) * 9
+    return *grads, *(None,) * 8
 
 
 def _exponentials_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]
 ) -> None:
-    constants = {4: "class_weight", 6: "c_lse", 7: "c_log_prob", 8: "c_class_sum"}
+    constants = {4: "class_weight", 6: "c_log_prob", 7: "c_log_prob_sum"}
     _refuse_differentiable(ctx, constants, "linear_loss_exponentials")
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.scale = inputs[5]
-    ctx.save_for_backward(*inputs[:5], *inputs[6:9], *output[1:])
+    ctx.save_for_backward(*inputs[:5], *inputs[6:8], *output[1:])
 
 
 def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     refuse_second_order("linear_loss_exponentials")
-    nothing = (None,) * 6
+    nothing = (None,) * 5
     if g is None:
         return None, None, None, *nothing
     *saved, e, gathered, factor, own, order, length, row_sum = ctx.saved_tensors
@@ -266,7 +281,7 @@ def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ..
     kept = e, gathered, factor, own, order, length, row_sum
     needs = ctx.needs_input_grad[:3]
     g = _of_rows(g, *coefficients)
-    grads = linear_loss_exponentials_backward(*operands, ctx.scale, coefficients[2], g, *kept, *needs)
+    grads = linear_loss_exponentials_backward(*operands, ctx.scale, coefficients[1], g, *kept, *needs)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
 
 

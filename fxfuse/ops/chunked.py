@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..transform import Transform, apply, apply_with_slope, decode
-from .contract import Coefficients, Upstream, acc_dtype, gradient_or_none, stash_dtype
+from .contract import Coefficients, Upstream, acc_dtype, gradient_or_none, stash_dtype, total_weight
 from .products import add_product, product, weighted_sum
 
 # Large enough for full-speed products. Logits that fit are one chunk, which Inductor takes as well: in quarters, 512
@@ -85,12 +85,27 @@ def row_slices(rows: int, row_bytes: int, memory: int, buffers: int = 1, most: i
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
+class Wants(NamedTuple):
+    """The statistics that come only if asked for."""
+
+    class_sum: bool = False
+    log_prob_sum: bool = False
+    expectation: bool = False
+    entropy: bool = False
+    top: bool = False
+
+
+NOTHING_MORE = Wants()
+
+
 class _RowStats(NamedTuple):
     lse: Tensor
-    residual: Tensor
     picked: Tensor
     log_prob: Tensor
     class_sum: Tensor | None
+    log_prob_sum: Tensor | None
+    residual: Tensor
+    expectation: Tensor | None
     entropy: Tensor | None
     top: Tensor
     argmax: Tensor | None
@@ -108,37 +123,44 @@ ENTROPY_BUFFERS = 3
 
 
 def exponentiate(
-    z: Tensor,
-    index: Tensor,
-    class_weight: Tensor | None,
-    want_class_sum: bool,
-    want_entropy: bool = False,
-    want_top: bool = False,
+    z: Tensor, index: Tensor, class_weight: Tensor | None, wants: Wants = NOTHING_MORE
 ) -> tuple[_RowStats, _Softmax]:
     """The statistics of the logits ``z``, which are overwritten, and the softmax of which they are made."""
     indexed = index >= 0
     picked = torch.where(indexed, z.gather(1, index.clamp(min=0)), 0.0)
-    class_sum = None
-    if want_class_sum:
-        class_sum = z.sum(1) if class_weight is None else weighted_sum(z, class_weight)
-    top, argmax = z.max(1) if want_top else (z.amax(1), None)
+
+    def over_classes() -> Tensor:
+        return z.sum(1) if class_weight is None else weighted_sum(z, class_weight)
+
+    class_sum = over_classes() if wants.class_sum else None
+    top, argmax = z.max(1) if wants.top else (z.amax(1), None)
     # A shift by an infinite maximum would give NaN where logsumexp is plainly infinite.
     shift = torch.where(top.isinf(), 0.0, top)
+    e = expectation = entropy = mean = log_prob_sum = None
+    if wants.expectation:  # of logits that are not shifted: it may be far less than their maximum
+        e = (z - shift[:, None]).exp_()
+        expectation = (e * z).sum(1)
     z.sub_(shift[:, None])
-    e = z.exp() if want_entropy else z.exp_()
+    if wants.log_prob_sum:
+        log_prob_sum = over_classes()
+    if e is None:
+        e = z.exp() if wants.entropy else z.exp_()
     total = e.sum(1)
     # top - top is NaN for an infinite maximum, where log_softmax is NaN too.
-    log_prob = (picked - top[:, None]) - (total.log() + (top - top))[:, None]
+    log_total = total.log() + (top - top)
+    log_prob = torch.where(indexed, (picked - top[:, None]) - log_total[:, None], 0.0)
+    if log_prob_sum is not None:
+        log_prob_sum = log_prob_sum - log_total * total_weight(class_weight, z.shape[1], z.dtype)
     lse = shift + total.log()
     residual = (shift - lse + total.log()).nan_to_num_(0.0)
-    entropy = mean = None
-    if want_entropy:
+    if expectation is not None:
+        expectation = expectation / total
+    if wants.entropy:
         mean = (e * z).sum(1) / total
         entropy = total.log() - mean
-    log_prob = torch.where(indexed, log_prob, 0.0)
     return (
-        _RowStats(lse, residual, picked, log_prob, class_sum, entropy, top, argmax),
-        _Softmax(e, total, z if want_entropy else None, mean),
+        _RowStats(lse, picked, log_prob, class_sum, log_prob_sum, residual, expectation, entropy, top, argmax),
+        _Softmax(e, total, z if wants.entropy else None, mean),
     )
 
 
@@ -233,40 +255,47 @@ def linear_stats(
     want_class_sum: bool,
     skip_unindexed: bool,
     *,
+    want_log_prob_sum: bool = False,
+    want_expectation: bool = False,
     want_entropy: bool = False,
     want_top: bool = False,
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, ...]:
     head = Head.of(input, weight, bias, scale, transform)
-    rows = input.shape[0]
+    want_entropy = want_entropy or want_expectation
+    wants = Wants(want_class_sum, want_log_prob_sum, want_expectation, want_entropy, want_top)
     c = None if class_weight is None else class_weight.to(head.acc)
-    lse = input.new_zeros((rows,), dtype=head.acc)
-    residual = torch.zeros_like(lse)
-    picked = input.new_zeros(index.shape, dtype=head.acc)
-    log_prob = input.new_zeros(index.shape, dtype=head.acc)
-    class_sum = gradient_or_none((rows,), input, head.acc, want_class_sum)
-    entropy = gradient_or_none((rows,), input, head.acc, want_entropy)
-    top = gradient_or_none((rows,), input, head.acc, want_top)
-    argmax = gradient_or_none((rows,), input, torch.int64, want_top)
+
+    def of_rows(asked: bool = True, dtype: torch.dtype = head.acc) -> Tensor:
+        return gradient_or_none(input.shape[:1], input, dtype, asked)
+
+    of_index = input.new_zeros(index.shape, dtype=head.acc)
+    out = _RowStats(
+        of_rows(),
+        of_index,
+        torch.zeros_like(of_index),
+        of_rows(want_class_sum),
+        of_rows(want_log_prob_sum),
+        of_rows(),
+        of_rows(want_expectation),
+        of_rows(want_entropy),
+        of_rows(want_top),
+        of_rows(want_top, torch.int64),
+    )
     wanted = (index >= 0).any(1) if skip_unindexed else None
     buffers = ENTROPY_BUFFERS if want_entropy else 1
     for chunk in _chunks(head, input, index, wanted, want_slope=False, memory=memory, buffers=buffers):
-        stats, softmax = exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy, want_top)
-        lse[chunk.at], residual[chunk.at] = stats.lse, stats.residual
-        picked[chunk.at], log_prob[chunk.at] = stats.picked, stats.log_prob
-        if stats.class_sum is not None:
-            class_sum[chunk.at] = stats.class_sum
-        if stats.entropy is not None:
-            entropy[chunk.at] = stats.entropy
-        if stats.argmax is not None:
-            top[chunk.at], argmax[chunk.at] = stats.top, stats.argmax
+        stats, softmax = exponentiate(chunk.z, chunk.index, c, wants)
+        for whole, part in zip(out, stats, strict=True):
+            if whole is not None and part is not None and whole.shape[0]:
+                whole[chunk.at] = part
         del chunk, softmax
     if wanted is not None:
-        for one in (lse, residual, class_sum, entropy, top, argmax):
-            if one.shape == wanted.shape:  # not those that nobody asked for
+        for one in out:
+            if one is not None and one.shape == wanted.shape:  # not those that nobody asked for
                 one.masked_fill_(~wanted, 0)
-    return lse, picked, log_prob, class_sum, residual, entropy, top, argmax
+    return tuple(out)  # type: ignore[arg-type]
 
 
 def linear_loss(
@@ -276,23 +305,22 @@ def linear_loss(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_lse: Tensor | None,
     c_log_prob: Tensor,
-    c_class_sum: Tensor | None,
+    c_log_prob_sum: Tensor | None,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
     *,
     transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    c = Coefficients(c_lse, c_log_prob, c_class_sum).known(index)
-    up = c.upstream()
+    c = Coefficients(c_log_prob, c_log_prob_sum).known(index)
+    up = c.upstream(total_weight(class_weight, weight.shape[0], c_log_prob.dtype))
     head = Head.of(input, weight, bias, scale, transform)
     loss = c_log_prob.new_zeros(())
 
     def add_loss(at: Tensor | slice, stats: _RowStats) -> None:
         here = Coefficients(*(None if each is None else each[at] for each in c))  # type: ignore[arg-type]
-        loss.add_(here.loss(stats.lse, stats.log_prob, stats.class_sum))
+        loss.add_(here.loss(stats.log_prob, stats.log_prob_sum))
 
     grads = Gradients(input.shape[0], head, need_input, need_weight, need_bias)
     _sweep(head, input, index, class_weight, up, up.nonzero(), grads, add_loss)
@@ -341,10 +369,10 @@ def _sweep(
 ) -> None:
     """One pass over the wanted rows: show ``see`` their statistics, then add their gradients to ``grads``."""
     c = None if class_weight is None else class_weight.to(head.acc)
-    want_class_sum, want_entropy = see is not None and up.class_sum is not None, up.entropy is not None
-    buffers = ENTROPY_BUFFERS if want_entropy else 1
+    wants = Wants(log_prob_sum=see is not None and up.class_sum is not None, entropy=up.entropy is not None)
+    buffers = ENTROPY_BUFFERS if wants.entropy else 1
     for chunk in _chunks(head, input, index, wanted, want_slope=grads.any(), memory=memory, buffers=buffers):
-        stats, softmax = exponentiate(chunk.z, chunk.index, c, want_class_sum, want_entropy)
+        stats, softmax = exponentiate(chunk.z, chunk.index, c, wants)
         if see is not None:
             see(chunk.at, stats)
         if not grads.any():

@@ -15,9 +15,15 @@ pointwise function f, ``transform`` (see ``fxfuse.transform``; the identity unle
                                  NaN, as ``log_softmax`` gives, in a row whose maximum is not finite)
 ``class_sum``           [N]      ``sum_j c_j z_ij``, where ``c`` is ``class_weight [V]`` or all ones;
                                  an empty tensor unless asked for
+``log_prob_sum``        [N]      ``sum_j c_j (z_ij - lse_i)``, evaluated without what all logits of a row have in
+                                 common, of which ``class_sum`` and ``lse`` may be the rounding; an empty tensor unless
+                                 asked for
 ``residual``            [N]      what rounding took from ``lse``: their sum is the log-sum-exp to about twice the
                                  precision. exp(z - lse) is off by as much as lse is, which at logits of some
                                  thousands is 5e-4 in float32, so the backward wants both. Not differentiable
+``expectation``         [N]      ``sum_j p_ij z_ij`` of the softmax p: ``lse - entropy``, without the rounding of these.
+                                 NaN where ``entropy`` is; an empty tensor unless asked for. Comes with ``entropy``,
+                                 which its gradient is made of
 ``entropy``             [N]      ``-sum_j p_ij log p_ij`` of the softmax p, evaluated as ``log s - t / s`` with
                                  ``m = max_j z_ij``, ``s = sum_j exp(z_ij - m)``,
                                  ``t = sum_j (z_ij - m) exp(z_ij - m)``: neither term is negative, so
@@ -34,15 +40,17 @@ float64 operands, float32 for everything else.  A call that skips rows without a
 ``index`` is int64 with entries in [0, V) or -1 for "none here": ``fxfuse::check_index`` makes it so, and an
 implementation must not touch foreign memory if it is not so.
 
-Every statistic is linear in z but ``lse``, ``entropy`` and ``top``.  The gradient of ``lse`` is the softmax p.  With
-``log p_ij = z_ij - lse_i``, the entropy is ``H = lse - sum_k p_k z_k``, and ``dp_k / dz_j = p_k ([j = k] - p_j)``, so
+Every statistic is linear in z but ``lse`` and those with it in their formula, ``entropy``, ``expectation`` and ``top``.
+The gradient of ``lse`` is the softmax p.  With ``log p_ij = z_ij - lse_i``, the entropy is ``H = lse - sum_k p_k z_k``,
+and ``dp_k / dz_j = p_k ([j = k] - p_j)``, so
 
     dH / dz_j = p_j - p_j - p_j (z_j - sum_k p_k z_k) = -p_j (log p_j + H)
 
 which is evaluated as it stands on the right, with the residual in log p: both summands are small where one class is
-nearly certain.  ``top`` is the logit at ``argmax``, which receives its gradient: to a backward it is one more indexed
-class.  So for upstream gradients ``g_lse [N]``, ``g_picked [N, K]``, ``g_class_sum [N]`` and ``g_entropy [N]`` the
-gradient of the logits is
+nearly certain.  The gradients of ``log_prob``, ``log_prob_sum`` and ``expectation`` are differences of others.
+``top`` is the logit at ``argmax``, which receives its gradient: to a backward it is one more indexed class.  So for
+upstream gradients ``g_lse [N]``, ``g_picked [N, K]``, ``g_class_sum [N]`` and ``g_entropy [N]`` the gradient of the
+logits is
 
     dz_ij = g_lse_i p_ij + sum_k g_picked_ik [j = index_ik] + g_class_sum_i c_j - g_entropy_i p_ij (log p_ij + H_i)
 
@@ -122,26 +130,35 @@ class Upstream(NamedTuple):
 class Coefficients(NamedTuple):
     """Those of a loss that is linear in the statistics, with None for zeros.
 
-    In the accumulation dtype: ``lse [N]``, ``log_prob [N, K]``, ``class_sum [N]``.
+    In the accumulation dtype: ``log_prob [N, K]``, ``log_prob_sum [N]``.
     """
 
-    lse: Tensor | None
     log_prob: Tensor
-    class_sum: Tensor | None
+    log_prob_sum: Tensor | None
 
     def known(self, index: Tensor) -> Coefficients:
         """With zeros where there is no index."""
         return self._replace(log_prob=torch.where(index >= 0, self.log_prob, 0.0))
 
-    def upstream(self) -> Upstream:
-        """The gradients that they are: log_prob is picked - lse, so its coefficient counts for both."""
+    def upstream(self, total: Tensor | float) -> Upstream:
+        """The gradients that they are: of log-probabilities, so they count for what these are the difference of.
+
+        ``total`` is what the weights of all classes add up to.
+        """
         lse = -self.log_prob.sum(1)
-        return Upstream(lse if self.lse is None else self.lse + lse, self.log_prob, self.class_sum)
+        if self.log_prob_sum is not None:
+            lse = lse - torch.where(self.log_prob_sum == 0, 0.0, self.log_prob_sum * total)
+        return Upstream(lse, self.log_prob, self.log_prob_sum)
 
     def loss(self, *statistics: Tensor | None) -> Tensor:
         """``sum c * s``, where a zero coefficient also silences a statistic that is not finite."""
         terms = ((c, s) for c, s in zip(self, statistics, strict=True) if c is not None and s is not None)
         return functools.reduce(torch.add, (torch.where(c == 0, 0.0, c * s).sum() for c, s in terms))
+
+
+def total_weight(class_weight: Tensor | None, vocab: int, dtype: torch.dtype) -> Tensor | float:
+    """What the weights ``[V]`` of all classes add up to, 0-d in ``dtype``; of all ones where there are none."""
+    return float(vocab) if class_weight is None else class_weight.sum(dtype=dtype)
 
 
 def normalisation(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import tiles
 from . import chunked, general
-from .contract import Coefficients, stash_dtype
+from .contract import Coefficients, stash_dtype, total_weight
 from .gpu import GpuOperands, GpuUpstream, contiguous, current, has_kernels, hopper
 
 
@@ -31,6 +31,8 @@ def linear_stats(
     want_class_sum: bool,
     skip_unindexed: bool,
     *,
+    want_log_prob_sum: bool = False,
+    want_expectation: bool = False,
     want_entropy: bool = False,
     want_top: bool = False,
     transform: str = "",
@@ -46,18 +48,33 @@ def linear_stats(
             scale,
             want_class_sum,
             skip_unindexed,
+            want_log_prob_sum=want_log_prob_sum,
+            want_expectation=want_expectation,
             want_entropy=want_entropy,
             want_top=want_top,
             transform=transform,
             memory=memory,
         )
     head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
+    sums, others = want_class_sum or want_log_prob_sum, (want_expectation, want_entropy or want_expectation, want_top)
     if head.is_described():
         with current(input.device):
-            out = hopper().linear_stats(head.call(), want_class_sum, want_entropy, want_top, skip_unindexed)
-        return out.lse, out.picked, out.log_prob, out.class_sum, out.residual, out.entropy, out.top, out.argmax
-    wanted = (index >= 0).any(1) if skip_unindexed else None
-    return general.stats(head, want_class_sum, wanted, want_entropy, want_top, memory)
+            out = hopper().linear_stats(head.call(), skip_unindexed, sums, *others)
+    else:
+        wanted = (index >= 0).any(1) if skip_unindexed else None
+        out = general.stats(head, sums, wanted, *others, memory)
+    class_sum = out.class_sum if want_class_sum else out.class_sum.new_empty((0,))
+    log_prob_sum = _log_prob_sum(head, out) if want_log_prob_sum else out.class_sum.new_empty((0,))
+    return (
+        out.lse, out.picked, out.log_prob, class_sum, log_prob_sum, out.residual, out.expectation, out.entropy, out.top,
+        out.argmax,
+    )  # fmt: skip
+
+
+def _log_prob_sum(head: GpuOperands, stats: Any) -> Tensor:
+    """In float64: what all logits of a row have in common may be far larger than what is left of the difference."""
+    total = total_weight(head.class_weight, head.weight.shape[0], torch.float64)
+    return (stats.class_sum - total * (stats.lse.double() + stats.residual)).float()
 
 
 def linear_stats_backward(
@@ -105,9 +122,8 @@ def linear_loss(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_lse: Tensor | None,
     c_log_prob: Tensor,
-    c_class_sum: Tensor | None,
+    c_log_prob_sum: Tensor | None,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
@@ -117,22 +133,23 @@ def linear_loss(
     needs = (need_input, need_weight, need_bias)
     if not has_kernels(input, weight):
         return chunked.linear_loss(
-            input, weight, bias, index, class_weight, scale, c_lse, c_log_prob, c_class_sum, *needs, transform=transform
+            input, weight, bias, index, class_weight, scale, c_log_prob, c_log_prob_sum, *needs, transform=transform
         )
     head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
     if head.is_described():
         with current(input.device):
-            c = Coefficients(*map(contiguous, (c_lse, c_log_prob, c_class_sum)))  # type: ignore[arg-type]
+            c = Coefficients(*map(contiguous, (c_log_prob, c_log_prob_sum)))  # type: ignore[arg-type]
             loss, grads = hopper().linear_loss(head.call(), c, needs)
         return loss, *grads
-    c = Coefficients(c_lse, c_log_prob, c_class_sum).known(index)
-    up, dtypes = GpuUpstream(*c.upstream()), (stash_dtype(input.dtype),) * 3
+    c, want_sums = Coefficients(c_log_prob, c_log_prob_sum).known(index), c_log_prob_sum is not None
+    up = GpuUpstream(*c.upstream(total_weight(head.class_weight, weight.shape[0], torch.float32)))
+    dtypes = (stash_dtype(input.dtype),) * 3
     if general.stores_products(head):
-        stats, grads = general.stats_and_gradients(head, up, c_class_sum is not None, needs, dtypes)
+        stats, grads = general.stats_and_gradients(head, up, want_sums, needs, dtypes)
     else:
-        stats = general.stats(head, c_class_sum is not None, up.nonzero())
+        stats = general.stats(head, want_sums, up.nonzero())
         grads = general.gradients(head, stats.lse, stats.residual, up, needs, dtypes)
-    return c.loss(stats.lse, stats.log_prob, stats.class_sum), *grads
+    return c.loss(stats.log_prob, _log_prob_sum(head, stats) if want_sums else None), *grads
 
 
 def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_sum: bool, transform: str) -> bool:
@@ -171,15 +188,14 @@ def linear_loss_exponentials(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_lse: Tensor | None,
     c_log_prob: Tensor,
-    c_class_sum: Tensor | None,
+    c_log_prob_sum: Tensor | None,
     *,
     transform: str = "",
 ) -> tuple[Tensor, ...]:
     call = GpuOperands.of(input, _on_vectors(weight), bias, index, class_weight, scale, transform).call()
     with current(input.device):
-        c = Coefficients(*map(contiguous, (c_lse, c_log_prob, c_class_sum)))  # type: ignore[arg-type]
+        c = Coefficients(*map(contiguous, (c_log_prob, c_log_prob_sum)))  # type: ignore[arg-type]
         loss, kept = hopper().loss_and_exponentials(call, c)
     return loss, *kept
 
@@ -191,7 +207,7 @@ def linear_loss_exponentials_backward(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_class_sum: Tensor | None,
+    c_log_prob_sum: Tensor | None,
     g: Tensor,
     e: Tensor,
     gathered: Tensor,
@@ -209,7 +225,7 @@ def linear_loss_exponentials_backward(
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     needs = (need_input, need_weight, need_bias)
     with current(input.device):
-        return hopper().kept_gradients(call, kept, c_class_sum, g.contiguous(), needs, dtypes)
+        return hopper().kept_gradients(call, kept, c_log_prob_sum, g.contiguous(), needs, dtypes)
 
 
 def _on_vectors(weight: Tensor) -> Tensor:

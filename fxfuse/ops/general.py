@@ -32,13 +32,14 @@ _EVERYTHING = slice(None)
 
 
 class RowStats(NamedTuple):
-    """The statistics of the contract, in its order; empty where not asked for."""
+    """The statistics of the contract that kernels make; empty where not asked for."""
 
     lse: Tensor
+    residual: Tensor
     picked: Tensor
     log_prob: Tensor
     class_sum: Tensor
-    residual: Tensor
+    expectation: Tensor
     entropy: Tensor
     top: Tensor
     argmax: Tensor
@@ -58,19 +59,18 @@ def stats(
     head: GpuOperands,
     want_class_sum: bool,
     wanted: Tensor | None,
+    want_expectation: bool = False,
     want_entropy: bool = False,
     want_top: bool = False,
     memory: int = 0,
 ) -> RowStats:
     """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
-    wants = want_class_sum, want_entropy, want_top
+    wants = want_class_sum, wanted, want_expectation, want_entropy, want_top
     with current(head.input.device):
         if not stores_products(head):
-            return _row_stats(head, _EVERYTHING, wanted, *wants)
+            return _row_stats(head, _EVERYTHING, *wants)
         chunks = _chunks(head, ROWS_OF_STATS, memory)
-        return RowStats.cat(
-            [_row_stats(head, here, wanted, *wants, product) for here, product in _products(head, chunks)]
-        )
+        return RowStats.cat([_row_stats(head, here, *wants, product) for here, product in _products(head, chunks)])
 
 
 def stats_and_gradients(
@@ -87,7 +87,7 @@ def stats_and_gradients(
     with current(head.input.device):
         grads = _gradients(head, up, needs, (chunks, at_classes), None, dtypes)
         for here, product in _products(head, chunks):
-            parts.append(part := _row_stats(head, here, wanted, want_class_sum, product=product))
+            parts.append(part := _row_stats(head, here, want_class_sum, wanted, product=product))
             if any(needs):
                 _write_dlogits(head, product, here, whole, part.lse, part.residual, up, product=product)
                 for at in at_classes:
@@ -147,8 +147,9 @@ def gradients(
 def _row_stats(
     head: GpuOperands,
     here: slice,
-    wanted: Tensor | None,
     want_class_sum: bool,
+    wanted: Tensor | None,
+    want_expectation: bool = False,
     want_entropy: bool = False,
     want_top: bool = False,
     product: Tensor | None = None,
@@ -157,7 +158,7 @@ def _row_stats(
 
     return RowStats(*row_stats(
         head.input[here], head.weight, head.bias, head.index[here], head.class_weight, head.scale, head.transform,
-        want_class_sum, None if wanted is None else wanted[here], want_entropy, want_top, product,
+        want_class_sum, None if wanted is None else wanted[here], want_expectation, want_entropy, want_top, product,
     ))  # fmt: skip
 
 

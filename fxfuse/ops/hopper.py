@@ -300,9 +300,10 @@ def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
 
 @replayed
 @compiled_together
-def linear_stats(call: Call, want_class_sum: bool, want_entropy: bool, want_top: bool, skip_unindexed: bool) -> Stats:
+def linear_stats(call: Call, skip_unindexed: bool, *wants: bool) -> Stats:
+    """``wants`` are of ``class_sum``, ``expectation``, ``entropy`` and ``top``."""
     listed = call.listed_by_flags((call.index >= 0).any(1).view(torch.int8)) if skip_unindexed else call.every_row()
-    out = call.no_stats(want_class_sum, want_entropy, want_top)
+    out = call.no_stats(*wants)
     call.stats(listed, out)
     return out
 
@@ -321,7 +322,7 @@ def linear_stats_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     nothing = call.empty(0)
     picked, entropy_or_none = torch.zeros_like(up.picked), nothing if entropy is None else entropy
-    stats = Stats(lse, residual, picked, nothing, nothing, entropy_or_none, nothing, nothing)
+    stats = Stats(lse, residual, picked, nothing, nothing, nothing, entropy_or_none, nothing, nothing)
     factors = _factors(call, up, entropy)
     grads = _Gradients(call, needs, dtypes)
     grads.recompute(call.listed(up), stats, up, factors, memory)
@@ -334,7 +335,7 @@ def linear_loss(
     call: Call, c: Coefficients, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     listed, up = call.listed_by_coefficients(c)
-    want_class_sum = c.class_sum is not None
+    want_class_sum = c.log_prob_sum is not None
     stats = call.unset_stats(want_class_sum)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
     if any(needs) and suits_exponentials(call.input.dtype, call.index.shape[1], want_class_sum, call.transform):
@@ -351,7 +352,7 @@ def linear_loss(
 def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
     """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
     listed, up = call.listed_by_coefficients(c)
-    stats = call.unset_stats(c.class_sum is not None)
+    stats = call.unset_stats(c.log_prob_sum is not None)
     made = Exponentials.begin(call, call.cut(listed, call.rows), stats, up)
     made.class_sums(up, need_weight=False)
     made.make(0, call.empty(call.sums_size(made.rows.most)))
@@ -363,16 +364,17 @@ def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
 def kept_gradients(
     call: Call,
     kept: Kept,
-    c_class_sum: Tensor | None,
+    c_log_prob_sum: Tensor | None,
     g: Tensor,
     needs: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``g []`` float32 is the gradient of the loss. ``kept`` is left as it is."""
     nothing = call.empty(0)
-    up = Upstream(nothing, nothing, c_class_sum * g if c_class_sum is not None and kept.row_sum.numel() else None)
+    of_sums = None if c_log_prob_sum is None or not kept.row_sum.numel() else c_log_prob_sum * g
+    up = Upstream(nothing, nothing, of_sums)
     rows = call.cut(Listed(kept.order, kept.length), call.rows)
-    made = Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 8), up, undo=g.view(1))
+    made = Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 9), up, undo=g.view(1))
     made.class_sums(up, needs[1])
     grads = _Gradients(call, needs, dtypes)
     classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None

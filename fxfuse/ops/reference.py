@@ -35,6 +35,8 @@ def linear_stats(
     want_class_sum: bool,
     skip_unindexed: bool,
     *,
+    want_log_prob_sum: bool = False,
+    want_expectation: bool = False,
     want_entropy: bool = False,
     want_top: bool = False,
     transform: str = "",
@@ -46,12 +48,17 @@ def linear_stats(
     lse = z.logsumexp(1)
     picked = torch.where(indexed, z.gather(1, at), zero)
     log_prob = torch.where(indexed, z.log_softmax(1).gather(1, at), zero)
-    class_sum = z.new_zeros((0,))
+    class_sum = log_prob_sum = expectation = entropy = top = z.new_zeros((0,))
+    argmax = index.new_zeros((0,))
+    log_p = z.log_softmax(1)
+    c = 1.0 if class_weight is None else class_weight.to(z.dtype)
     if want_class_sum:
-        class_sum = (z if class_weight is None else z * class_weight.to(z.dtype)).sum(1)
-    entropy, top, argmax = z.new_zeros((0,)), z.new_zeros((0,)), index.new_zeros((0,))
-    if want_entropy:
-        log_p = z.log_softmax(1)
+        class_sum = (z * c).sum(1)
+    if want_log_prob_sum:
+        log_prob_sum = (log_p * c).sum(1)
+    if want_expectation:
+        expectation = (log_p.exp() * z).sum(1)
+    if want_entropy or want_expectation:
         entropy = -(log_p.exp() * log_p).sum(1)
     if want_top:
         top, argmax = z.max(1)
@@ -59,11 +66,11 @@ def linear_stats(
     residual = torch.zeros_like(lse)
     if skip_unindexed:
         wanted = indexed.any(1)
-        lse = torch.where(wanted, lse, zero)
-        class_sum = torch.where(wanted, class_sum, zero) if want_class_sum else class_sum
-        entropy = torch.where(wanted, entropy, zero) if want_entropy else entropy
-        top, argmax = (torch.where(wanted, t, 0) for t in (top, argmax)) if want_top else (top, argmax)
-    return lse, picked, log_prob, class_sum, residual, entropy, top, argmax
+        lse, class_sum, log_prob_sum, expectation, entropy, top, argmax = (
+            torch.where(wanted, t, 0) if t.numel() else t
+            for t in (lse, class_sum, log_prob_sum, expectation, entropy, top, argmax)
+        )
+    return lse, picked, log_prob, class_sum, log_prob_sum, residual, expectation, entropy, top, argmax
 
 
 def linear_stats_backward(
@@ -117,27 +124,28 @@ def linear_loss(
     index: Tensor,
     class_weight: Tensor | None,
     scale: float,
-    c_lse: Tensor | None,
     c_log_prob: Tensor,
-    c_class_sum: Tensor | None,
+    c_log_prob_sum: Tensor | None,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
     *,
     transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lse, _, log_prob, class_sum, residual, *_ = linear_stats(
-        input, weight, bias, index, class_weight, scale, c_class_sum is not None, False, transform=transform
+    lse, _, log_prob, _, log_prob_sum, residual, *_ = linear_stats(
+        input, weight, bias, index, class_weight, scale, False, False, want_log_prob_sum=True, transform=transform
     )
     c_log_prob = torch.where(index >= 0, c_log_prob, 0.0)
-    c_lse = torch.zeros_like(lse) if c_lse is None else c_lse
+    g_lse = -c_log_prob.sum(1)
 
     def weighted(c: Tensor, s: Tensor) -> Tensor:
         return torch.where(c == 0, 0.0, c * s).sum()
 
-    loss = weighted(c_lse, lse) + weighted(c_log_prob, log_prob)
-    if c_class_sum is not None:
-        loss = loss + weighted(c_class_sum, class_sum)
+    loss = weighted(c_log_prob, log_prob)
+    if c_log_prob_sum is not None:
+        loss = loss + weighted(c_log_prob_sum, log_prob_sum)
+        total = weight.shape[0] if class_weight is None else class_weight.to(lse.dtype).sum()
+        g_lse = g_lse - torch.where(c_log_prob_sum == 0, 0.0, c_log_prob_sum * total)
     stash = stash_dtype(input.dtype)
     grads = linear_stats_backward(
         input.to(stash),
@@ -148,9 +156,9 @@ def linear_loss(
         scale,
         lse,
         residual,
-        c_lse - c_log_prob.sum(1),
+        g_lse,
         c_log_prob,
-        c_class_sum,
+        c_log_prob_sum,
         need_input,
         need_weight,
         need_bias,

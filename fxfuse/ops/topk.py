@@ -53,7 +53,7 @@ def linear_topk_chunked(
     for here in slices:
         z, _ = head.logits(input[here], buffer[: here.stop - here.start], want_slope=False)
         values[here], index[here] = z.topk(k, 1, largest, sorted)
-        stats, _ = exponentiate(z, nothing[here], None, want_class_sum=False)
+        stats, _ = exponentiate(z, nothing[here], None)
         lse[here], residual[here] = stats.lse, stats.residual
     return values, index, lse, residual
 

@@ -146,7 +146,7 @@ def _class_index_loss(
         finish,
         Index(make, (target, "target", ignore_index)),
         coefficients=None if reduction == "none" else formula.coefficients,
-        want_class_sum=label_smoothing > 0,
+        want_log_prob_sum=label_smoothing > 0,
         class_weight=weight if label_smoothing > 0 else None,
         skip_unindexed=True,
         operands=(target,) if weight is None else (target, weight),
@@ -159,7 +159,7 @@ class _ClassIndexLoss:
     With m_i = [row i is not ignored], u_i = m_i * weight[y_i], epsilon the label smoothing and
     n = sum_i u_i for ``mean``, else 1, the definition in PyTorch's documentation is
 
-        loss = 1/n sum_i ( -(1 - epsilon) u_i log_prob_i + epsilon/V m_i (lse_i sum_j weight_j - sum_j weight_j z_ij) )
+        loss = -1/n sum_i ( (1 - epsilon) u_i log_prob_i,y_i + epsilon/V m_i sum_j weight_j log_prob_ij )
 
     ``factor`` multiplies the log-probabilities, where there is no label smoothing. With ``zero_if_ignored`` the mean of
     no rows is 0, not NaN.
@@ -182,12 +182,11 @@ class _ClassIndexLoss:
     def coefficients(self, emit: Emit, index: Handle) -> Coefficients:
         row = emit(torch.squeeze, index, 1)
         mask = emit(torch.Tensor.to, emit(torch.ge, row, 0), self.acc)
-        share, total = mask, float(self.vocab)
+        share = mask
         if self.weight is not None:
             weight = emit(torch.Tensor.to, self.weight, self.acc)
             own = emit(torch.index_select, weight, 0, emit(torch.clamp, row, 0))
             share = self._of_wanted(emit, mask, own)  # that of an ignored row is another class's, perhaps infinite
-            total = emit(torch.sum, weight) if self.label_smoothing > 0 else total
         offset = None
         if self.reduction == "mean":
             count = emit(torch.sum, share)
@@ -201,10 +200,8 @@ class _ClassIndexLoss:
         epsilon = self.label_smoothing
         log_prob = emit(torch.unsqueeze, emit(torch.mul, share, (epsilon - 1.0) * self.factor), 1)
         if epsilon == 0:
-            return Coefficients(None, log_prob, None, offset)
-        smooth = emit(torch.mul, mask, epsilon / self.vocab)
-        lse = self._of_wanted(emit, mask, emit(torch.mul, smooth, total))
-        return Coefficients(lse, log_prob, emit(torch.neg, smooth), offset)
+            return Coefficients(log_prob, None, offset)
+        return Coefficients(log_prob, emit(torch.mul, mask, -epsilon / self.vocab), offset)
 
     @staticmethod
     def _of_wanted(emit: Emit, mask: Handle, c: Handle) -> Handle:

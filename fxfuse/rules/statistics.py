@@ -73,23 +73,24 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader
             own = emit(torch.select, stats.log_prob if kind is LogProbs else stats.picked, 1, 0)
             of_row = times(emit, own, targets.on - targets.off)
             if targets.off != 0.0:
-                others = times(emit, _TOTALS[kind](emit, stats, input.vocab), targets.off)
+                others = times(emit, _TOTALS[kind](emit, stats), targets.off)
                 of_row = emit(torch.add, of_row, others)
         else:
-            of_row = _TOTALS[kind](emit, stats, input.vocab)
+            of_row = _TOTALS[kind](emit, stats)
         return times(emit, of_row, share * input.factor)
 
     def of_all(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
         return emit(torch.mean if mean else torch.sum, total(emit, stats))
 
-    weighed = kind in (WeighedLogits, WeighedLogProbs)
     return Reader(
         input,
         call.name,
         of_all if dim is None else _one_a_row(input, keepdim, total),
         index,
-        want_class_sum=kind in (Logits, LogProbs) and targets.off != 0.0,
-        want_entropy=weighed,
+        want_class_sum=kind is Logits and targets.off != 0.0,
+        want_log_prob_sum=kind is LogProbs and targets.off != 0.0,
+        want_expectation=kind is WeighedLogits,
+        want_entropy=kind is WeighedLogProbs,
         operands=() if index is None else (targets.classes,),
         normalises=kind is Exponentials and dim is not None and not mean,
     )
@@ -103,20 +104,13 @@ def _classes_of(input: Targeted) -> Index:
     return Index(make, (input.targets.classes, "one-hot", input.axis, input.row_key()[input.since :]))
 
 
-def _less_log_sum_exp(emit: Emit, stats: Statistics, of_row: Handle, times: float = 1.0) -> Handle:
-    """``of_row [N]`` less the log-sum-exp so many times, with what rounding took from that."""
-    for part in (stats.lse, stats.residual):
-        of_row = emit(torch.sub, of_row, part, alpha=times)
-    return of_row
-
-
-# The sum over the vocabulary of each kind, from the statistics and the size of the vocabulary.
-_TOTALS: dict[type[ClassTensor], Callable[[Emit, Statistics, int], Handle]] = {
-    Logits: lambda emit, s, vocab: s.class_sum,
-    Exponentials: lambda emit, s, vocab: emit(torch.exp, s.lse),
-    LogProbs: lambda emit, s, vocab: _less_log_sum_exp(emit, s, s.class_sum, float(vocab)),
-    WeighedLogits: lambda emit, s, vocab: emit(torch.sub, s.lse, s.entropy),
-    WeighedLogProbs: lambda emit, s, vocab: emit(torch.neg, s.entropy),
+# The sum over the vocabulary of each kind, from the statistics.
+_TOTALS: dict[type[ClassTensor], Callable[[Emit, Statistics], Handle]] = {
+    Logits: lambda emit, s: s.class_sum,
+    Exponentials: lambda emit, s: emit(torch.exp, s.lse),
+    LogProbs: lambda emit, s: s.log_prob_sum,
+    WeighedLogits: lambda emit, s: s.expectation,
+    WeighedLogProbs: lambda emit, s: emit(torch.neg, s.entropy),
 }
 
 
@@ -148,7 +142,7 @@ def _top(call: Call, input: Any) -> Callable[[Emit, Statistics], Handle]:
             return stats.top
         if isinstance(input, Exponentials):
             return times(emit, emit(torch.exp, stats.top), input.factor)
-        log_prob = _less_log_sum_exp(emit, stats, stats.top)
+        log_prob = emit(torch.sub, emit(torch.sub, stats.top, stats.lse), stats.residual)
         return times(emit, emit(torch.exp, log_prob) if isinstance(input, Probs) else log_prob, input.factor)
 
     return top

@@ -65,7 +65,7 @@ def kl_div_with(call: Call, input: Any, target: Any, targets: Entries, reduction
 def _loss(call: Call, input: Any, target: Any, targets: Entries, reduction: str, entropy: float) -> Reader:
     """``entropy - sum_j q_j log_prob_j`` of each row, or all of these reduced.
 
-    With q_j = off + (on - off) [j = y] the sum is ``off (sum_j z_j - V lse) + (on - off) log_prob_y``.
+    With q_j = off + (on - off) [j = y] the sum is ``off sum_j log_prob_j + (on - off) log_prob_y``.
     """
     if not are_targets_of(call, input, target) or not can_weigh(input, targets):
         call.keep("unknown_reader", f"{call.name} with such targets")
@@ -95,8 +95,8 @@ def _loss(call: Call, input: Any, target: Any, targets: Entries, reduction: str,
             more = emit(torch.sum, emit(torch.mul, each, entropy))
             offset = more if offset is None else emit(torch.add, offset, more)
         if off == 0.0:
-            return Coefficients(None, log_prob, None, offset)
-        return Coefficients(emit(torch.mul, each, off * input.vocab), log_prob, emit(torch.mul, each, -off), offset)
+            return Coefficients(log_prob, None, offset)
+        return Coefficients(log_prob, emit(torch.mul, each, -off), offset)
 
     def finish(emit: Emit, stats: Statistics, index: Handle | None) -> Handle:
         c = coefficients(emit, index)
@@ -112,6 +112,6 @@ def _loss(call: Call, input: Any, target: Any, targets: Entries, reduction: str,
         finish,
         Index(make, (targets.classes, "targets")),
         coefficients=None if reduction == "none" else coefficients,
-        want_class_sum=off != 0.0,
+        want_log_prob_sum=off != 0.0,
         operands=(targets.classes,),
     )

@@ -14,8 +14,14 @@ from .schedule import begin, chunk_bounds
 
 
 @triton.jit
+def _weighted(c, statistic):
+    """A zero coefficient also silences a statistic that is not finite."""
+    return tl.where(c == 0, 0.0, c * statistic)
+
+
+@triton.jit
 def _has_work(
-    lse, picked, class_sum, entropy, index, g_lse, g_picked, row, inside, indexed, OF_LOSS: tl.constexpr
+    lse, picked, class_sum, entropy, index, total, g_lse, g_picked, row, inside, indexed, OF_LOSS: tl.constexpr
 ):  # fmt: skip
     """Whether rows have upstream gradients; if OF_LOSS, from coefficients, and the gradients are stored if wanted."""
     g = tl.zeros(row.shape, tl.float32)
@@ -27,16 +33,19 @@ def _has_work(
         c = tl.load(picked + at, mask=inside, other=0.0)
         if OF_LOSS:
             c = tl.where(tl.load(index + at, mask=inside, other=-1) >= 0, c, 0.0)
-            # log_prob is picked - lse, so its coefficient counts for both.
+            # log_prob is picked - lse, so its coefficient counts for both; that of log_prob_sum likewise.
             g -= c
             if g_picked is not None:
                 tl.store(g_picked + at, c, mask=inside)
         work = work | (c != 0)
+    if class_sum is not None:
+        c = tl.load(class_sum + row, mask=inside, other=0.0)
+        if OF_LOSS:
+            g -= _weighted(c, total)
+        work = work | (c != 0)
     if g_lse is not None:
         tl.store(g_lse + row, g, mask=inside)
     work = work | (g != 0)
-    if class_sum is not None:
-        work = work | (tl.load(class_sum + row, mask=inside, other=0.0) != 0)
     if entropy is not None:
         work = work | (tl.load(entropy + row, mask=inside, other=0.0) != 0)
     return (work & inside).to(tl.int32)
@@ -55,18 +64,26 @@ def _list(order, length, row, flag, before, rows, BLOCK: tl.constexpr):
             tl.store(order + rest, 0, mask=rest < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "indexed"])
+@triton.jit
+def _total(total, vocab):
+    """What the weights of all classes add up to."""
+    return tl.load(total) if total is not None else vocab.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "vocab", "indexed"])
 def list_kernel(
     lse,  # [rows] float32, or None for zeros
     picked,  # [rows, K] float32
     class_sum,  # [rows] float32, or None
     entropy,  # [rows] float32, or None
     index,  # [rows, K] int64
-    g_lse,  # [rows] float32, out; None to take ``lse`` and ``picked`` as they are
+    total,  # [] float32: the sum of the classes' weights, or None if each is 1
+    g_lse,  # [rows] float32, out; None to take ``lse``, ``picked`` and ``class_sum`` as they are
     g_picked,  # [rows, K] float32, out, or None
     order,  # [rows] int32, out: zeros past the end
     length,  # [1] int32, out
     rows,
+    vocab,
     indexed,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
@@ -74,18 +91,20 @@ def list_kernel(
 ):
     """List the rows that have upstream gradients, ascending: so many a program, which counts those before them.
 
-    With ``g_lse`` and ``g_picked``, these are made: ``lse`` and ``picked`` are then coefficients of lse and log_prob.
+    With ``g_lse`` and ``g_picked``, these are made: ``picked`` and ``class_sum`` are then coefficients of log_prob and
+    log_prob_sum.
     """
     begin(PDL)
+    of_all = _total(total, vocab)
     of_loss: tl.constexpr = g_lse is not None
     first = tl.program_id(0) * BLOCK
     before = 0
     for start in tl.range(0, first, WIDE, loop_unroll_factor=4):
         row = start + tl.arange(0, WIDE)
-        flag = _has_work(lse, picked, class_sum, entropy, index, None, None, row, row < first, indexed, of_loss)
+        flag = _has_work(lse, picked, class_sum, entropy, index, of_all, None, None, row, row < first, indexed, of_loss)
         before += tl.sum(flag, 0)
     row = first + tl.arange(0, BLOCK)
-    flag = _has_work(lse, picked, class_sum, entropy, index, g_lse, g_picked, row, row < rows, indexed, of_loss)
+    flag = _has_work(lse, picked, class_sum, entropy, index, of_all, g_lse, g_picked, row, row < rows, indexed, of_loss)
     _list(order, length, row, flag, before, rows, BLOCK)
 
 
@@ -111,48 +130,45 @@ def list_flagged_kernel(
     _list(order, length, row, flag, before, rows, BLOCK)
 
 
-@triton.jit
-def _weighted(c, statistic):
-    """A zero coefficient also silences a statistic that is not finite."""
-    return tl.where(c == 0, 0.0, c * statistic)
-
-
-@triton.jit(do_not_specialize=["rows", "indexed"])
+@triton.jit(do_not_specialize=["rows", "vocab", "indexed"])
 def loss_kernel(
     lse,  # [rows] float32
+    residual,  # [rows] float32
     log_prob,  # [rows, K] float32
     class_sum,  # [rows] float32, or None
     index,  # [rows, K] int64
-    c_lse,  # [rows] float32, or None
+    total,  # [] float32: the sum of the classes' weights, or None if each is 1
     c_log_prob,  # [rows, K] float32
-    c_class_sum,  # [rows] float32, or None
+    c_log_prob_sum,  # [rows] float32, or None
     loss,  # [] float32, out
     rows,
+    vocab,
     indexed,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The statistics times their coefficients, added up in a fixed order."""
     begin(PDL)
-    total = tl.zeros((BLOCK,), tl.float32)
+    of_all = _total(total, vocab)
+    losses = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = row < rows
         # The terms of a row first: they may cancel.
         term = tl.zeros((BLOCK,), tl.float32)
-        if c_lse is not None:
-            c = tl.load(c_lse + row, mask=inside, other=0.0)
-            term += _weighted(c, tl.load(lse + row, mask=inside, other=0.0))
         for k in range(indexed):
             at = row.to(tl.int64) * indexed + k
             known = inside & (tl.load(index + at, mask=inside, other=-1) >= 0)
             c = tl.load(c_log_prob + at, mask=known, other=0.0)
             term += _weighted(c, tl.load(log_prob + at, mask=known, other=0.0))
         if class_sum is not None:
-            c = tl.load(c_class_sum + row, mask=inside, other=0.0)
-            term += _weighted(c, tl.load(class_sum + row, mask=inside, other=0.0))
-        total += term
-    tl.store(loss, tl.sum(total, 0))
+            c = tl.load(c_log_prob_sum + row, mask=inside, other=0.0)
+            log_prob_sum = tl.load(class_sum + row, mask=inside, other=0.0)
+            log_prob_sum -= of_all * tl.load(lse + row, mask=inside, other=0.0)
+            log_prob_sum -= of_all * tl.load(residual + row, mask=inside, other=0.0)
+            term += _weighted(c, log_prob_sum)
+        losses += term
+    tl.store(loss, tl.sum(losses, 0))
 
 
 @triton.jit(do_not_specialize=["chunk", "most", "indexed"])

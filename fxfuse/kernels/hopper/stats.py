@@ -143,6 +143,7 @@ def merge_kernel(
     picked,  # [N, K] float32
     log_prob,  # [N, K] float32, out
     class_sum,  # [N] float32, out, or None
+    expectation,  # [N] float32, out, or None
     entropy,  # [N] float32, out, or None
     top,  # [N] float32, out, or None
     argmax,  # [N] int64, out, or None
@@ -201,6 +202,8 @@ def merge_kernel(
     tl.store(lse + source, row_lse, mask=there)
     if class_sum is not None:
         tl.store(class_sum + source, weighted, mask=there)
+    if expectation is not None:  # which comes with the entropy
+        tl.store(expectation + source, shift + t / s, mask=there)
     if entropy is not None:
         tl.store(entropy + source, log_sum - t / s, mask=there)
     if argmax is not None:

@@ -21,8 +21,8 @@ class Lists(Described):
 
     def listed_by_coefficients(self, c: Coefficients) -> tuple[Listed, Upstream]:
         """The same for coefficients, and the upstream gradients that they make."""
-        up = Upstream(self.empty(self.rows), torch.empty_like(c.log_prob), c.class_sum)
-        return self._list(*c, made=up), up
+        up = Upstream(self.empty(self.rows), torch.empty_like(c.log_prob), c.log_prob_sum)
+        return self._list(None, *c, made=up), up
 
     def _list(
         self,
@@ -35,12 +35,13 @@ class Lists(Described):
     ) -> Listed:
         listed = Listed(self.empty(self.rows, dtype=torch.int32), self.empty(1, dtype=torch.int32))
         g_lse, g_picked = (None, None) if made is None else made[:2]
+        total = None if made is None or class_sum is None else self.total_weight
         self.launch(
             self.signature,
             list_kernel,
             (tiles.cdiv(self.rows, LISTED),),
-            lse, picked, class_sum, entropy, self.index, g_lse, g_picked, *listed,
-            self.rows, self.index.shape[1], BLOCK=LISTED, WIDE=COUNTED, num_warps=16,
+            lse, picked, class_sum, entropy, self.index, total, g_lse, g_picked, *listed,
+            self.rows, self.vocab, self.index.shape[1], BLOCK=LISTED, WIDE=COUNTED, num_warps=16,
         )  # fmt: skip
         return listed
 

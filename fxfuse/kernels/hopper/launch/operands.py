@@ -44,6 +44,7 @@ class Stats(NamedTuple):
     picked: Tensor
     log_prob: Tensor
     class_sum: Tensor
+    expectation: Tensor
     entropy: Tensor
     top: Tensor
     argmax: Tensor
@@ -125,6 +126,11 @@ class Described(Operands):
         return tiles.machine(self.input.device).processors
 
     @functools.cached_property
+    def total_weight(self) -> Tensor | None:
+        """What the weights of all classes add up to, ``[]`` float32; None if each is 1."""
+        return None if self.class_weight is None else self.class_weight.sum()
+
+    @functools.cached_property
     def row_block(self) -> int:
         return tiles.row_block(self.input.device)
 
@@ -166,9 +172,9 @@ class Described(Operands):
         each = tiles.window(self.vocab, most, columns, tile.rows, self.programs * tile.slots)
         return [slice(at, min(at + each, self.vocab)) for at in range(0, self.vocab, each)]
 
-    def no_stats(self, want_class_sum: bool, want_entropy: bool = False, want_top: bool = False) -> Stats:
-        """Zeros, which is what rows that are not listed have."""
-        optional = [(self.rows if wanted else 0,) for wanted in (want_class_sum, want_entropy, want_top)]
+    def no_stats(self, *wants: bool) -> Stats:
+        """Zeros, which is what rows that are not listed have; ``wants`` are of ``class_sum`` and those after it."""
+        optional = [(self.rows if wanted else 0,) for wanted in wants]
         shapes = (self.rows,), (self.rows,), self.index.shape, self.index.shape, *optional
         zeros = [torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes]
         argmax = torch.zeros(optional[-1], dtype=torch.int64, device=self.input.device)
@@ -188,7 +194,7 @@ class Described(Operands):
             return memory.as_strided((rows, indexed), (indexed, 1), at * each)
 
         class_sum = of_rows(2 + 2 * indexed) if want_class_sum else nothing
-        return Stats(of_rows(0), of_rows(1), of_index(2), of_index(2 + indexed), class_sum, nothing, nothing, nothing)
+        return Stats(of_rows(0), of_rows(1), of_index(2), of_index(2 + indexed), class_sum, *[nothing] * 4)
 
     def no_bad(self, rows: Rows, gathered: Tensor) -> Bad:
         return Bad(

@@ -124,6 +124,7 @@ class Statistics(Lists):
             out.picked,
             out.log_prob,
             class_sum,
+            out.expectation if out.expectation.numel() else None,
             entropy,
             top,
             None if top is None else out.argmax,
@@ -167,14 +168,14 @@ class Statistics(Lists):
         return parts.sum(0)
 
     def loss(self, stats: Stats, c: Coefficients) -> Tensor:
-        """``c.lse * lse + c.log_prob * log_prob + c.class_sum * class_sum``, summed."""
+        """``c.log_prob * log_prob + c.log_prob_sum * log_prob_sum``, summed; the last is made of ``class_sum``."""
         loss = self.empty()
-        class_sum = None if c.class_sum is None else stats.class_sum
+        class_sum, total = (None, None) if c.log_prob_sum is None else (stats.class_sum, self.total_weight)
         self.launch(
             self.signature,
             loss_kernel,
             (1,),
-            stats.lse, stats.log_prob, class_sum, self.index, c.lse, c.log_prob, c.class_sum, loss, self.rows,
+            stats.lse, stats.residual, stats.log_prob, class_sum, self.index, total, *c, loss, self.rows, self.vocab,
             self.index.shape[1], BLOCK=min(4096, max(256, tiles.next_power_of_2(self.rows))), num_warps=16,
         )  # fmt: skip
         return loss
