@@ -48,7 +48,7 @@ class Kernels:
         self.rows = call.cut(listed, most)
         self.middle = min(1, self.rows.chunks - 1)  # a chunk that has one before it, if any has
         self.classes = call.classes(self.rows)
-        self.stats = call.no_stats(False)
+        self.stats = call.no_stats(False, False, False, False)
         self.made = hopper.Exponentials.begin(call, self.rows, self.stats, self.up)
         self.scratch = call.empty(max(call.parts_size(), call.sums_size(self.rows.most)))
         self.made.make(0, self.scratch)

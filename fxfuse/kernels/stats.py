@@ -60,7 +60,7 @@ def stats_kernel(
     wanted,  # [rows] int8, or None for all
     part_max,  # [splits, rows] float32, out
     part_sum,  # [splits, rows] float32, out
-    part_class_sum,  # [splits, rows] float32, out, or None
+    part_class_sum,  # [splits, rows] float64, out, or None
     part_moment,  # [splits, rows] float32, out, or None: the sums t
     part_argmax,  # [splits, rows] int32, out, or None
     picked,  # [rows, K] float32, out: only where the index is a class
@@ -103,7 +103,10 @@ def stats_kernel(
 
     m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    # Of logits less one of the row's, and times what all of them then lack: what they have in common is not rounded.
     class_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    anchor = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    weights = tl.zeros((1,), dtype=tl.float64)
     t = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     argmax = tl.zeros((BLOCK_ROWS,), dtype=tl.int32) + first * BLOCK_VOCAB
     for tile in range(first, last):
@@ -136,14 +139,15 @@ def stats_kernel(
             BLOCK_HIDDEN,
         )
         if part_class_sum is not None:
-            if class_weight is None:
-                if EVEN_VOCAB or TRANSFORM == "":  # past the vocabulary z is 0
-                    class_sum += tl.sum(z, 1)
-                else:
-                    class_sum += tl.sum(tl.where((col < vocab)[None, :], z, 0.0), 1)
-            else:
+            if tile == first:
+                anchor = finite_or_zero(tl.max(tl.where((col < vocab)[None, :], z, float("-inf")), 1))
+            terms = z - anchor[:, None]
+            c = (col < vocab).to(tl.float32)
+            if class_weight is not None:
                 c = tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)
-                class_sum += tl.sum(z * c[None, :], 1)
+                terms *= c[None, :]
+            class_sum += tl.sum(tl.where((col < vocab)[None, :], terms, 0.0), 1)
+            weights += tl.sum(c.to(tl.float64), 0)
         if not EVEN_VOCAB:
             z = tl.where((col < vocab)[None, :], z, float("-inf"))
 
@@ -178,7 +182,7 @@ def stats_kernel(
     tl.store(part_max + part, m, mask=in_rows)
     tl.store(part_sum + part, s, mask=in_rows)
     if part_class_sum is not None:
-        tl.store(part_class_sum + part, class_sum, mask=in_rows)
+        tl.store(part_class_sum + part, class_sum.to(tl.float64) + anchor.to(tl.float64) * weights, mask=in_rows)
     if part_moment is not None:
         tl.store(part_moment + part, t, mask=in_rows)
     if part_argmax is not None:
@@ -189,16 +193,18 @@ def stats_kernel(
 def merge_kernel(
     part_max,  # [splits, rows] float32
     part_sum,  # [splits, rows] float32
-    part_class_sum,  # [splits, rows] float32, or None
+    part_class_sum,  # [splits, rows] float64, or None
     part_moment,  # [splits, rows] float32, or None
     part_argmax,  # [splits, rows] int32, or None
     index,  # [rows, K] int64
+    total_weight,  # [] float64: of all classes, or None if each has 1
     wanted,  # [rows] int8, or None for all
     lse,  # [rows] float32, out
     residual,  # [rows] float32, out
     picked,  # [rows, K] float32: read where the index is a class, zeroed elsewhere
     log_prob,  # [rows, K] float32, out
     class_sum,  # [rows] float32, out, or None
+    log_prob_sum,  # [rows] float32, out, or None
     expectation,  # [rows] float32, out, or None
     entropy,  # [rows] float32, out, or None
     top,  # [rows] float32, out, or None
@@ -222,7 +228,7 @@ def merge_kernel(
         m = tl.maximum(m, tl.max(tl.load(part_max + part, mask=inside, other=float("-inf")), 0))
 
     s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float64)
     t = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     for start in range(0, splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
@@ -234,7 +240,7 @@ def merge_kernel(
         if entropy is not None:
             their_t = tl.load(part_moment + part, mask=inside, other=0.0)
             t += tl.sum(rescaled_moment(their_t, their_s, their_m, m[None, :]), 0)
-        if class_sum is not None:
+        if part_class_sum is not None:
             weighted += tl.sum(tl.load(part_class_sum + part, mask=inside, other=0.0), 0)
 
     log_s = tl.log(s)
@@ -246,7 +252,6 @@ def merge_kernel(
         row_wanted = tl.load(wanted + row, mask=in_rows, other=0) != 0
         row_lse = tl.where(row_wanted, row_lse, 0.0)
         row_residual = tl.where(row_wanted, row_residual, 0.0)
-        weighted = tl.where(row_wanted, weighted, 0.0)
     if expectation is not None:  # which comes with the entropy
         row_expectation = shift + t / s
         if wanted is not None:
@@ -276,8 +281,15 @@ def merge_kernel(
         tl.store(argmax + row, lowest.to(tl.int64), mask=in_rows)
     tl.store(lse + row, row_lse, mask=in_rows)
     tl.store(residual + row, row_residual, mask=in_rows)
-    if class_sum is not None:
-        tl.store(class_sum + row, weighted, mask=in_rows)
+    if part_class_sum is not None:
+        if wanted is not None:
+            weighted = tl.where(row_wanted, weighted, 0.0)
+        if class_sum is not None:
+            tl.store(class_sum + row, weighted.to(tl.float32), mask=in_rows)
+        if log_prob_sum is not None:
+            total = tl.load(total_weight) if total_weight is not None else vocab.to(tl.float64)
+            weighted -= total * (row_lse.to(tl.float64) + row_residual.to(tl.float64))
+            tl.store(log_prob_sum + row, weighted.to(tl.float32), mask=in_rows)
     for k in range(indexed):
         at = row64 * indexed + k
         chosen = tl.load(index + at, mask=in_rows, other=-1)
@@ -299,14 +311,14 @@ def row_stats(
     scale: float,
     transform: str,
     want_class_sum: bool,
+    want_log_prob_sum: bool,
     wanted: Tensor | None,
     want_expectation: bool = False,
     want_entropy: bool = False,
     want_top: bool = False,
     product: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """``lse``, ``residual [N]``, ``picked``, ``log_prob [N, K]``, ``class_sum``, ``expectation``, ``entropy``, ``top``,
-    ``argmax [N]``.
+    """The statistics of ``ops.contract``, in its order.
 
     All are float32 but ``argmax``, which is int64, and empty where not asked for; ``argmax`` comes with ``top``.
     ``x [N, D]`` and ``weight [V, D]`` may have any strides; ``index [N, K]``, ``bias [V]``, ``class_weight [V]`` and
@@ -320,10 +332,11 @@ def row_stats(
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     lse, picked, log_prob = empty(rows), empty(rows, indexed), empty(rows, indexed)
-    class_sum, residual = empty(rows if want_class_sum else 0), empty(rows)
-    expectation, entropy, top = (empty(rows if want else 0) for want in (want_expectation, want_entropy, want_top))
+    wants = want_class_sum, want_log_prob_sum, True, want_expectation, want_entropy, want_top
+    optional = [empty(rows if want else 0) for want in wants]
+    class_sum, log_prob_sum, residual, expectation, entropy, top = optional
     argmax = torch.empty_like(top, dtype=torch.int64)
-    out = lse, residual, picked, log_prob, class_sum, expectation, entropy, top, argmax
+    out = lse, picked, log_prob, *optional, argmax
     if rows == 0:
         return out
 
@@ -332,7 +345,10 @@ def row_stats(
     each = tiles.tiles_per_split(row_blocks, vocab_tiles, tiles.machine(x.device).processors * shape.slots)
     splits = triton.cdiv(vocab_tiles, each)
     part_max, part_sum = empty(splits, rows), empty(splits, rows)
-    part_class_sum = empty(splits, rows) if want_class_sum else None
+    part_class_sum = total_weight = None
+    if want_class_sum or want_log_prob_sum:
+        part_class_sum = torch.empty_like(part_max, dtype=torch.float64)
+        total_weight = None if class_weight is None else class_weight.sum(dtype=torch.float64)
     part_moment = empty(splits, rows) if want_entropy else None
     part_argmax = torch.empty_like(part_max, dtype=torch.int32) if want_top else None
     wanted = None if wanted is None else wanted.view(torch.int8)
@@ -382,12 +398,14 @@ def row_stats(
         part_moment,
         part_argmax,
         index,
+        total_weight,
         wanted,
         lse,
         residual,
         picked,
         log_prob,
         class_sum if want_class_sum else None,
+        log_prob_sum if want_log_prob_sum else None,
         expectation if want_expectation else None,
         entropy if want_entropy else None,
         top if want_top else None,

@@ -56,25 +56,23 @@ def linear_stats(
             memory=memory,
         )
     head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
-    sums, others = want_class_sum or want_log_prob_sum, (want_expectation, want_entropy or want_expectation, want_top)
-    if head.is_described():
-        with current(input.device):
-            out = hopper().linear_stats(head.call(), skip_unindexed, sums, *others)
-    else:
+    others = want_expectation, want_entropy or want_expectation, want_top
+    if not head.is_described():
         wanted = (index >= 0).any(1) if skip_unindexed else None
-        out = general.stats(head, sums, wanted, *others, memory)
-    class_sum = out.class_sum if want_class_sum else out.class_sum.new_empty((0,))
-    log_prob_sum = _log_prob_sum(head, out) if want_log_prob_sum else out.class_sum.new_empty((0,))
+        return general.stats(head, want_class_sum, want_log_prob_sum, wanted, *others, memory)
+    with current(input.device):
+        out = hopper().linear_stats(head.call(), skip_unindexed, want_class_sum or want_log_prob_sum, *others)
+    class_sum = log_prob_sum = out.class_sum.new_empty((0,))
+    if want_class_sum:
+        class_sum = out.class_sum
+    if want_log_prob_sum:
+        # In float64: what all logits of a row have in common may be far larger than what is left of the difference.
+        total = total_weight(head.class_weight, weight.shape[0], torch.float64)
+        log_prob_sum = (out.class_sum - total * (out.lse.double() + out.residual)).float()
     return (
         out.lse, out.picked, out.log_prob, class_sum, log_prob_sum, out.residual, out.expectation, out.entropy, out.top,
         out.argmax,
     )  # fmt: skip
-
-
-def _log_prob_sum(head: GpuOperands, stats: Any) -> Tensor:
-    """In float64: what all logits of a row have in common may be far larger than what is left of the difference."""
-    total = total_weight(head.class_weight, head.weight.shape[0], torch.float64)
-    return (stats.class_sum - total * (stats.lse.double() + stats.residual)).float()
 
 
 def linear_stats_backward(
@@ -147,9 +145,9 @@ def linear_loss(
     if general.stores_products(head):
         stats, grads = general.stats_and_gradients(head, up, want_sums, needs, dtypes)
     else:
-        stats = general.stats(head, want_sums, up.nonzero())
+        stats = general.stats(head, False, want_sums, up.nonzero())
         grads = general.gradients(head, stats.lse, stats.residual, up, needs, dtypes)
-    return c.loss(stats.log_prob, _log_prob_sum(head, stats) if want_sums else None), *grads
+    return c.loss(stats.log_prob, stats.log_prob_sum if want_sums else None), *grads
 
 
 def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_sum: bool, transform: str) -> bool:

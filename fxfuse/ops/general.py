@@ -32,13 +32,14 @@ _EVERYTHING = slice(None)
 
 
 class RowStats(NamedTuple):
-    """The statistics of the contract that kernels make; empty where not asked for."""
+    """The statistics of the contract, in its order; empty where not asked for."""
 
     lse: Tensor
-    residual: Tensor
     picked: Tensor
     log_prob: Tensor
     class_sum: Tensor
+    log_prob_sum: Tensor
+    residual: Tensor
     expectation: Tensor
     entropy: Tensor
     top: Tensor
@@ -58,6 +59,7 @@ def stores_products(head: GpuOperands) -> bool:
 def stats(
     head: GpuOperands,
     want_class_sum: bool,
+    want_log_prob_sum: bool,
     wanted: Tensor | None,
     want_expectation: bool = False,
     want_entropy: bool = False,
@@ -65,7 +67,7 @@ def stats(
     memory: int = 0,
 ) -> RowStats:
     """The row statistics of the contract; zeros in rows outside the mask ``wanted [N]``."""
-    wants = want_class_sum, wanted, want_expectation, want_entropy, want_top
+    wants = want_class_sum, want_log_prob_sum, wanted, want_expectation, want_entropy, want_top
     with current(head.input.device):
         if not stores_products(head):
             return _row_stats(head, _EVERYTHING, *wants)
@@ -76,7 +78,7 @@ def stats(
 def stats_and_gradients(
     head: GpuOperands,
     up: GpuUpstream,
-    want_class_sum: bool,
+    want_log_prob_sum: bool,
     needs: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[RowStats, tuple[Tensor, Tensor, Tensor]]:
@@ -87,7 +89,7 @@ def stats_and_gradients(
     with current(head.input.device):
         grads = _gradients(head, up, needs, (chunks, at_classes), None, dtypes)
         for here, product in _products(head, chunks):
-            parts.append(part := _row_stats(head, here, want_class_sum, wanted, product=product))
+            parts.append(part := _row_stats(head, here, False, want_log_prob_sum, wanted, product=product))
             if any(needs):
                 _write_dlogits(head, product, here, whole, part.lse, part.residual, up, product=product)
                 for at in at_classes:
@@ -148,6 +150,7 @@ def _row_stats(
     head: GpuOperands,
     here: slice,
     want_class_sum: bool,
+    want_log_prob_sum: bool,
     wanted: Tensor | None,
     want_expectation: bool = False,
     want_entropy: bool = False,
@@ -158,7 +161,8 @@ def _row_stats(
 
     return RowStats(*row_stats(
         head.input[here], head.weight, head.bias, head.index[here], head.class_weight, head.scale, head.transform,
-        want_class_sum, None if wanted is None else wanted[here], want_expectation, want_entropy, want_top, product,
+        want_class_sum, want_log_prob_sum, None if wanted is None else wanted[here], want_expectation, want_entropy,
+        want_top, product,
     ))  # fmt: skip
 
 

@@ -133,7 +133,6 @@ def list_flagged_kernel(
 @triton.jit(do_not_specialize=["rows", "vocab", "indexed"])
 def loss_kernel(
     lse,  # [rows] float32
-    residual,  # [rows] float32
     log_prob,  # [rows, K] float32
     class_sum,  # [rows] float32, or None
     index,  # [rows, K] int64
@@ -165,7 +164,6 @@ def loss_kernel(
             c = tl.load(c_log_prob_sum + row, mask=inside, other=0.0)
             log_prob_sum = tl.load(class_sum + row, mask=inside, other=0.0)
             log_prob_sum -= of_all * tl.load(lse + row, mask=inside, other=0.0)
-            log_prob_sum -= of_all * tl.load(residual + row, mask=inside, other=0.0)
             term += _weighted(c, log_prob_sum)
         losses += term
     tl.store(loss, tl.sum(losses, 0))

@@ -175,7 +175,7 @@ class Statistics(Lists):
             self.signature,
             loss_kernel,
             (1,),
-            stats.lse, stats.residual, stats.log_prob, class_sum, self.index, total, *c, loss, self.rows, self.vocab,
+            stats.lse, stats.log_prob, class_sum, self.index, total, *c, loss, self.rows, self.vocab,
             self.index.shape[1], BLOCK=min(4096, max(256, tiles.next_power_of_2(self.rows))), num_warps=16,
         )  # fmt: skip
         return loss
