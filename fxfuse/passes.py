@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def compute(
         trained = source.requires_grad and any(h is not None and emit.example(h).requires_grad for h in prepared)
         return (RECOMPUTED if trained else FORWARD_ONLY), _chosen(emit, readers, prepared, memory, own)
     if all(map(_only_sums, readers)) and not source.transform:
-        stats = Statistics(class_sum=class_sum(emit, prepared, source))
+        stats = with_sums(emit, Statistics(), prepared, source)
         return WITHOUT_LOGITS, [
             _finished_of(emit, r, stats, None, source) for emit, r in zip(own, readers, strict=True)
         ]
@@ -144,18 +145,30 @@ def _only_sums(reader: Reader) -> bool:
     return type(reader.source) is Logits and reader.want_class_sum and not more
 
 
-def class_sum(emit: Emit, operands: tuple[Handle, ...], source: ClassTensor) -> Handle:
-    """The sums ``[N]`` of logits that are linear in the operands, which takes none of them: x · sum_j w_j.
+def with_sums(emit: Emit, known: Statistics, operands: tuple[Handle, ...], source: ClassTensor) -> Statistics:
+    """With the sums of logits that are linear in the operands, and of log-probabilities where a log-sum-exp is known.
 
-    Not by a product, whose precision autocast would lower.
+    They take no logits, x · sum_j w_j. Not by a product, whose precision autocast would lower, but in float64 for
+    float32, as far as it takes no copy of the weight: what all logits of a row have in common is in the log-sum-exp
+    too, and what is left of their difference may be far less.
     """
     x, w, b = operands
     acc = acc_dtype(source.head.dtype)
+    wide = torch.float64 if source.head.dtype == torch.float32 else acc
     column = emit(torch.sum, w, 0, dtype=acc)
-    total = emit(torch.sum, emit(torch.mul, emit(torch.Tensor.to, x, acc), column), 1)
+    if wide == acc:
+        total = emit(torch.sum, emit(torch.mul, emit(torch.Tensor.to, x, acc), column), 1)
+    else:  # in which autocast leaves products alone
+        total = emit(torch.mv, emit(torch.Tensor.to, x, wide), emit(torch.Tensor.to, column, wide))
     if b is not None:
-        total = emit(torch.add, total, emit(torch.sum, b, dtype=acc))
-    return total if source.scale == 1.0 else emit(torch.mul, total, source.scale)
+        total = emit(torch.add, total, emit(torch.sum, b, dtype=wide))
+    if source.scale != 1.0:  # as logits are multiplied by it
+        total = emit(torch.mul, total, source.scale if acc == torch.float64 else ctypes.c_float(source.scale).value)
+    less = None
+    if known.lse is not None:
+        lse = emit(torch.add, emit(torch.Tensor.to, known.lse, torch.float64), known.residual)
+        less = emit(torch.Tensor.to, emit(torch.sub, total, lse, alpha=source.vocab), acc)
+    return replace(known, class_sum=emit(torch.Tensor.to, total, acc), log_prob_sum=less)
 
 
 def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int) -> Handle:

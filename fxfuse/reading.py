@@ -13,7 +13,7 @@ from .algebra import Head, OfTwoHeads
 from .eager import EMIT
 from .lazy import State
 from .origin import Given, Identity, Origin
-from .passes import class_sum, compute, finished, keeps_much, operands_of, statistics
+from .passes import compute, finished, keeps_much, operands_of, statistics, with_sums
 from .readers import Beside, Reader, Statistics
 from .rules import Call
 
@@ -118,10 +118,10 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         known = None
     operands = operands_of(EMIT, source)
     more = reader.index is not None or reader.want_top or reader.chosen is not None
-    more |= reader.want_log_prob_sum or reader.want_expectation or reader.want_entropy
-    if known is not None and not more and not (reader.want_class_sum and source.transform):
-        total = class_sum(EMIT, operands, source) if reader.want_class_sum else None
-        results = [finished(EMIT, reader, replace(known, class_sum=total), None)]
+    more |= reader.want_expectation or reader.want_entropy
+    if known is not None and not more and not (reader.sums_classes and source.transform):
+        stats = with_sums(EMIT, known, operands, source) if reader.sums_classes else known
+        results = [finished(EMIT, reader, stats, None)]
     elif shares and reader.coefficients is None and reader.chosen is None:
         results, stats = statistics(EMIT, computed, operands, origin.memory)
         # It would be that of some of the rows.

@@ -103,7 +103,7 @@ def stats_kernel(
 
     m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    # Of logits less one of the row's, and times what all of them then lack: what they have in common is not rounded.
+    # Of logits less the mean of the row's first, which they all have in common: its sum is made in float64.
     class_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     anchor = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     weights = tl.zeros((1,), dtype=tl.float64)
@@ -140,7 +140,8 @@ def stats_kernel(
         )
         if part_class_sum is not None:
             if tile == first:
-                anchor = finite_or_zero(tl.max(tl.where((col < vocab)[None, :], z, float("-inf")), 1))
+                total = tl.sum(tl.where((col < vocab)[None, :], z, 0.0), 1)
+                anchor = finite_or_zero(total / tl.minimum(vocab - tile_start, BLOCK_VOCAB))
             terms = z - anchor[:, None]
             c = (col < vocab).to(tl.float32)
             if class_weight is not None:
