@@ -62,9 +62,8 @@ def linear_stats(
         return general.stats(head, want_class_sum, want_log_prob_sum, wanted, *others, memory)
     with current(input.device):
         out = hopper().linear_stats(head.call(), skip_unindexed, want_class_sum or want_log_prob_sum, *others)
-    class_sum = log_prob_sum = out.class_sum.new_empty((0,))
-    if want_class_sum:
-        class_sum = out.class_sum
+    class_sum = out.class_sum if want_class_sum else out.class_sum.new_empty((0,))
+    log_prob_sum = out.class_sum.new_empty((0,))  # one result of an op may not be another
     if want_log_prob_sum:
         # In float64: what all logits of a row have in common may be far larger than what is left of the difference.
         total = total_weight(head.class_weight, weight.shape[0], torch.float64)
