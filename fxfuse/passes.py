@@ -150,7 +150,7 @@ def with_sums(emit: Emit, known: Statistics, operands: tuple[Handle, ...], sourc
 
     They take no logits, x · sum_j w_j. Not by a product, whose precision autocast would lower, but in float64 for
     float32, as far as it takes no copy of the weight: what all logits of a row have in common is in the log-sum-exp
-    too, and what is left of their difference may be far less.
+    too, and what is left of their difference may be far less. The scale is rounded as it is for logits.
     """
     x, w, b = operands
     acc = acc_dtype(source.head.dtype)
@@ -162,7 +162,7 @@ def with_sums(emit: Emit, known: Statistics, operands: tuple[Handle, ...], sourc
         total = emit(torch.mv, emit(torch.Tensor.to, x, wide), emit(torch.Tensor.to, column, wide))
     if b is not None:
         total = emit(torch.add, total, emit(torch.sum, b, dtype=wide))
-    if source.scale != 1.0:  # as logits are multiplied by it
+    if source.scale != 1.0:
         total = emit(torch.mul, total, source.scale if acc == torch.float64 else ctypes.c_float(source.scale).value)
     less = None
     if known.lse is not None:

@@ -466,7 +466,7 @@ def loss_arguments(p: Problem, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     acc, index = acc_dtype(p.input.dtype), some_index(p, columns)
     each, of_all = (upstream(p.input.new_empty(shape, dtype=acc)).abs() for shape in (index.shape, index.shape[:1]))
-    # Of one class that sum has no gradient: in eager not to the bit, here not to the rounding of what cancels.
+    # Not of a single class, where the gradient of that sum is 0: eager's is exact, kernels' parts cancel to rounding.
     c = (-each, -of_all.flip(0) / p.weight.shape[0] * (p.weight.shape[0] > 1))
     for one in c:
         one[1::4] = 0
