@@ -209,7 +209,7 @@ class Problem:
     def coefficients(self) -> tuple[Tensor, Tensor | None]:
         """The same of log-probabilities, and of their sums, for a loss.
 
-        Not of a single class, where the gradient of that sum is 0: eager's is exact, here parts cancel to their rounding.
+        Not of a single class, where the gradient of that sum is 0: eager's is exact, here parts cancel to rounding.
         """
         return self.g_picked, self.g_class_sum if len(self.w) > 1 else None
 
