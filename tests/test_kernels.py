@@ -958,7 +958,9 @@ def what_all_logits_of_a_row_have_in_common_cancels(dtype: torch.dtype) -> None:
     p = problem(rows, hidden, vocab, dtype, scale=0.001)
     expectation = cuda.linear_stats(*p.operands, False, False, want_expectation=True)[6]
     want = reference.linear_stats(*p.double().operands, False, False, want_expectation=True)
-    assert error(expectation, want[6]) <= error(want[0].float() - want[7].float(), want[6]) / 10
+    # Tensor cores' way adds it to the maximum, for 16 bits; float32 must be as near as eager.
+    of_difference = error(want[0].float() - want[7].float(), want[6])
+    assert error(expectation, want[6]) <= (2e-6 if route == "general" else of_difference / 10)
 
 
 @case(each_dtype=True, routes=("general",))

@@ -207,6 +207,7 @@ def merge(part_max: Tensor, part_sum: Tensor) -> tuple[Tensor, Tensor]:
         part_sum=part_sum,
         part_class_sum=None,
         part_moment=None,
+        part_weighted=None,
         part_argmax=None,
         index=nothing.long(),
         total_weight=None,

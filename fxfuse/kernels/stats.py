@@ -5,7 +5,8 @@ exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The parts of one 
 to the common maximum, as flash-decoding merges parts of a sequence, so one row can use the whole device.
 
 For the entropy log s - t / s there is the sum t of (z - m) exp(z - m) too. When the maximum rises by d, every term of t
-becomes (z - m - d) exp(z - m) exp(-d), so that t becomes (t - d s) exp(-d).
+becomes (z - m - d) exp(z - m) exp(-d), so that t becomes (t - d s) exp(-d). The expectation of the logits is u / s, with
+u the sum of z exp(z - m): it may be far less than m, and m + t / s would have the rounding of m.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def stats_kernel(
     part_sum,  # [splits, rows] float32, out
     part_class_sum,  # [splits, rows] float64, out, or None
     part_moment,  # [splits, rows] float32, out, or None: the sums t
+    part_weighted,  # [splits, rows] float32, out, or None: the sums u
     part_argmax,  # [splits, rows] int32, out, or None
     picked,  # [rows, K] float32, out: only where the index is a class
     scale,
@@ -108,6 +110,7 @@ def stats_kernel(
     anchor = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     weights = tl.zeros((1,), dtype=tl.float64)
     t = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    u = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     argmax = tl.zeros((BLOCK_ROWS,), dtype=tl.int32) + first * BLOCK_VOCAB
     for tile in range(first, last):
         tile_start = tile * BLOCK_VOCAB
@@ -173,6 +176,11 @@ def stats_kernel(
             if not EVEN_VOCAB:  # past the vocabulary it is 0 * -inf
                 terms = tl.where((col < vocab)[None, :], terms, 0.0)
             t = rescaled_moment(t, s, m, m_new) + tl.sum(terms, 1)
+        if part_weighted is not None:
+            terms = e * z
+            if not EVEN_VOCAB:
+                terms = tl.where((col < vocab)[None, :], terms, 0.0)
+            u = u * rescale(m, m_new) + tl.sum(terms, 1)
         if part_argmax is not None:
             better = (s == s) & ((tile_sum != tile_sum) | (tile_max > m))
             argmax = tl.where(better, first_best(z, tile_max, tile_sum, col), argmax)
@@ -186,6 +194,8 @@ def stats_kernel(
         tl.store(part_class_sum + part, class_sum.to(tl.float64) + anchor.to(tl.float64) * weights, mask=in_rows)
     if part_moment is not None:
         tl.store(part_moment + part, t, mask=in_rows)
+    if part_weighted is not None:
+        tl.store(part_weighted + part, u, mask=in_rows)
     if part_argmax is not None:
         tl.store(part_argmax + part, argmax, mask=in_rows)
 
@@ -196,6 +206,7 @@ def merge_kernel(
     part_sum,  # [splits, rows] float32
     part_class_sum,  # [splits, rows] float64, or None
     part_moment,  # [splits, rows] float32, or None
+    part_weighted,  # [splits, rows] float32, or None
     part_argmax,  # [splits, rows] int32, or None
     index,  # [rows, K] int64
     total_weight,  # [] float64: of all classes, or None if each has 1
@@ -231,6 +242,7 @@ def merge_kernel(
     s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float64)
     t = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    u = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     for start in range(0, splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
         part = split.to(tl.int64)[:, None] * rows + row64[None, :]
@@ -241,6 +253,9 @@ def merge_kernel(
         if entropy is not None:
             their_t = tl.load(part_moment + part, mask=inside, other=0.0)
             t += tl.sum(rescaled_moment(their_t, their_s, their_m, m[None, :]), 0)
+        if expectation is not None:
+            their_u = tl.load(part_weighted + part, mask=inside, other=0.0)
+            u += tl.sum(their_u * rescale(their_m, m[None, :]), 0)
         if part_class_sum is not None:
             weighted += tl.sum(tl.load(part_class_sum + part, mask=inside, other=0.0), 0)
 
@@ -253,8 +268,8 @@ def merge_kernel(
         row_wanted = tl.load(wanted + row, mask=in_rows, other=0) != 0
         row_lse = tl.where(row_wanted, row_lse, 0.0)
         row_residual = tl.where(row_wanted, row_residual, 0.0)
-    if expectation is not None:  # which comes with the entropy
-        row_expectation = shift + t / s
+    if expectation is not None:
+        row_expectation = u / s
         if wanted is not None:
             row_expectation = tl.where(row_wanted, row_expectation, 0.0)
         tl.store(expectation + row, row_expectation, mask=in_rows)
@@ -351,6 +366,7 @@ def row_stats(
         part_class_sum = torch.empty_like(part_max, dtype=torch.float64)
         total_weight = None if class_weight is None else class_weight.sum(dtype=torch.float64)
     part_moment = empty(splits, rows) if want_entropy else None
+    part_weighted = empty(splits, rows) if want_expectation else None
     part_argmax = torch.empty_like(part_max, dtype=torch.int32) if want_top else None
     wanted = None if wanted is None else wanted.view(torch.int8)
     stats_kernel[(row_blocks * splits,)](
@@ -365,6 +381,7 @@ def row_stats(
         part_sum,
         part_class_sum,
         part_moment,
+        part_weighted,
         part_argmax,
         picked,
         scale,
@@ -397,6 +414,7 @@ def row_stats(
         part_sum,
         part_class_sum,
         part_moment,
+        part_weighted,
         part_argmax,
         index,
         total_weight,

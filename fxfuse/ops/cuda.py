@@ -146,7 +146,7 @@ def linear_loss(
     else:
         stats = general.stats(head, False, want_sums, up.nonzero())
         grads = general.gradients(head, stats.lse, stats.residual, up, needs, dtypes)
-    return c.loss(stats.log_prob, stats.log_prob_sum if want_sums else None), *grads
+    return c.loss(stats.log_prob, stats.log_prob_sum), *grads
 
 
 def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_sum: bool, transform: str) -> bool:
