@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from . import compat, errors
 from .mutation import DEEPEST, Timeline, called, example_of
+from .originals import original
 from .report.source import location
 
 
@@ -107,7 +108,8 @@ class _Planned(NamedTuple):
 
 
 def _planned(gm: GraphModule, given: Mapping[Node, Held]) -> Iterator[_Planned]:
-    attentions = [node for node in gm.graph.nodes if called(node) is F.scaled_dot_product_attention]
+    attention = original(F.scaled_dot_product_attention)
+    attentions = [node for node in gm.graph.nodes if called(node) is attention]
     parts = compat.checkpointed_parts(gm)
     if not attentions and not parts:
         return

@@ -74,6 +74,15 @@ def is_plain(example: Any) -> bool:
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # of subclasses; those of modes stay
 
+# Where functions are looked up by name; the module of those that are written in Python, and what has the others.
+HOMES: dict[Any, tuple[types.ModuleType, Any]] = {
+    torch.Tensor: (torch._tensor, torch._C.TensorBase),
+    torch.nn.functional: (torch.nn.functional, torch._C._nn),
+    torch.functional: (torch.functional, None),
+    torch.autograd: (torch.autograd, None),
+    torch: (torch.functional, torch._C._VariableFunctions),
+}
+
 
 @functools.cache
 def consists_of_others(op: OpOverload) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
 from .lazy import Described, parts_of, used_on
 from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, hooks_as_called_outside, plain_of
+from .mutation import INPLACE_METHODS
 from .origin import locked, working
+from .originals import original
 from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
@@ -56,6 +59,7 @@ class DeferredLogits(LazyTensor):
     @torch._dynamo.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        func = original(func)
         if not _KNOWN.issuperset(types):
             return _beside_another_subclass(func, args, kwargs)
         if compat.is_traced():  # which would write down how they are computed
@@ -63,7 +67,7 @@ class DeferredLogits(LazyTensor):
                 tree_map_only(DeferredLogits, lambda tensor: tensor._deferred.share(), (args, kwargs))
         if func in _DATA:
             args = tuple(_DATA[func](arg) if isinstance(arg, DeferredLogits) else arg for arg in args)
-            if func is Tensor.__deepcopy__:
+            if func is _DEEPCOPY:
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
         elif _writes_to_list(func, *args, **kwargs):
@@ -71,16 +75,16 @@ class DeferredLogits(LazyTensor):
             return None
         elif func in _REFUSED:
             raise errors.deferred_cannot(_REFUSED[func], head_of(args))
-        elif func is Tensor.__iter__ and args[0].dim():
+        elif func is _ITER and args[0].dim():
             return iter(args[0].unbind(0))
-        elif func is Tensor.__getitem__ and isinstance(args[0], DeferredLogits) and _has_fitting_mask(*args):
+        elif func is _GETITEM and isinstance(args[0], DeferredLogits) and _has_fitting_mask(*args):
             return args[0][_without_masks(args[1])]
-        elif func is Tensor.register_hook and compat.is_signal(args[1]):
+        elif func is _REGISTER_HOOK and compat.is_signal(args[1]):
             for origin in args[0]._deferred.origins:
                 origin.signals.append(args[1])
         elif func in _OF_GRADIENTS:
             _gradient_is_wanted(func, args, kwargs)
-        elif func is Tensor.__setitem__ and (masked := _as_mask(*args)) and _become(Tensor.masked_fill_, masked, {}):
+        elif func is _SETITEM and (masked := _as_mask(*args)) and _become(_method("masked_fill_"), masked, {}):
             return None
         elif func in IN_PLACE and _become(func, args, kwargs):
             return args[0]
@@ -109,10 +113,18 @@ def _in_memory(deferred: DeferredLogits) -> Tensor:
     return deferred._deferred.share().detach()
 
 
+def _method(name: str) -> Any:
+    return original(getattr(Tensor, name))
+
+
+_DEEPCOPY, _ITER, _REGISTER_HOOK = _method("__deepcopy__"), _method("__iter__"), _method("register_hook")
+_GETITEM, _SETITEM = _method("__getitem__"), _method("__setitem__")
+_GRAD, _BACKWARD = original(torch.autograd.grad), original(torch.autograd.backward)
+
 _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
-    **{getattr(Tensor, name): _looked_at for name in ("tolist", "__format__")},
+    **{_method(name): _looked_at for name in ("tolist", "__format__")},
     **{
-        getattr(Tensor, name): _in_memory
+        _method(name): _in_memory
         for name in (
             *("data_ptr", "const_data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack_device__"),
             "is_shared",
@@ -120,7 +132,7 @@ _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
         if hasattr(Tensor, name)  # ``const_data_ptr``: from 2.12 on
     },
     **{
-        getattr(Tensor, name): plain_of
+        _method(name): plain_of
         for name in (
             *("numpy", "__array__", "__dlpack__", "share_memory_", "pin_memory", "__reduce_ex__", "__deepcopy__"),
             *("apply_", "map_"),
@@ -131,21 +143,21 @@ _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
 }
 _REFUSED = {
     Tensor.data.__set__: "the assignment to .data",  # type: ignore[attr-defined]
-    Tensor.set_: "set_",
-    Tensor.resize_: "resize_",
+    _method("set_"): "set_",
+    _method("resize_"): "resize_",
 }
 _GRAD_FN = getattr(Tensor, "grad_fn").__get__  # noqa: B009 (to mypy it is a node)
 _OF_GRADIENTS = {
-    *(Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook),
-    *(torch.autograd.grad, torch.autograd.backward, _GRAD_FN),
+    *(_REGISTER_HOOK, _method("retain_grad"), _method("register_post_accumulate_grad_hook")),
+    *(_GRAD, _BACKWARD, _GRAD_FN),
 }
 
 
 def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
     """From now on gradients pass through the tensor that ``func`` is about; refuse if some have gone past it."""
     wanted = args[:1]
-    if func in (torch.autograd.grad, torch.autograd.backward):
-        wanted = kwargs.get("inputs", args[1] if func is torch.autograd.grad and len(args) > 1 else ())
+    if func in (_GRAD, _BACKWARD):
+        wanted = kwargs.get("inputs", args[1] if func is _GRAD and len(args) > 1 else ())
     for tensor in tree_iter(wanted):
         # Nothing but what reads a leaf itself has a gradient for it.
         if isinstance(tensor, DeferredLogits) and not _is_leaf(tensor):
@@ -182,11 +194,28 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` of deferred logits and tensors of a subclass that fxfuse does not know, whose turn is next."""
-    name = getattr(func, "__name__", "")
-    if name.endswith("_") or name.startswith("__i") or "out" in kwargs:
-        return NotImplemented  # a write to an ordinary tensor in their place would not be seen by autograd
-    args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
+    if not _writes_to_logits(func, args, kwargs):
+        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
+        return func(*args, **kwargs)
+    # A write to an ordinary tensor in their place would not be seen by autograd.
+    others = {type(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)} - _KNOWN
+    if not all(map(_is_another_name_for_tensor, others)):
+        return NotImplemented
+    args, kwargs = tree_map_only(tuple(others), lambda tensor: tensor.as_subclass(Tensor), (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _writes_to_logits(func: Any, args: Any, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name in {*INPLACE_METHODS, "__set__"} or (name.endswith("_") and not name.endswith("__"))
+    written = (args[:1] if in_place else (), kwargs.get("out"))
+    return any(isinstance(t, DeferredLogits) for t in tree_iter(written))
+
+
+def _is_another_name_for_tensor(kind: type[Tensor]) -> bool:
+    """Whether functions of tensors of a subclass are PyTorch's own."""
+    names = "__torch_function__", "__torch_dispatch__"
+    return all(getattr_static(kind, name) is getattr_static(Tensor, name) for name in names)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------
@@ -414,7 +443,7 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
     if leaf or not alone or not modes or logits.is_inference():
         return False
     name = func.__name__
-    function = getattr(Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1])
+    function = _method(f"__{name[3:]}" if name.startswith("__i") else name[:-1])
     entry = TABLE.get(function)
     args = (_before_the_write(logits), *args[1:])
     result = NotImplemented if entry is None else _apply(entry, name, args, function, args, kwargs)

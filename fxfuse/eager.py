@@ -29,6 +29,7 @@ from .algebra import (
 )
 from .ops.contract import acc_dtype
 from .ops.products import product
+from .originals import original
 from .replay import Emit
 
 
@@ -36,13 +37,14 @@ class EagerEmit(Emit):
     """Runs functions as they come."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        return original(function)(*args, **kwargs)
 
     def example(self, handle: Any) -> Tensor:
         return handle
 
 
 EMIT = EagerEmit()
+_linear = original(F.linear)
 
 
 def dense(value: ClassTensor) -> Tensor:
@@ -71,9 +73,9 @@ def _logits(value: ClassTensor) -> Tensor:
         weight, bias = value.classes(EMIT)
         rows, weight = rows.to(head.dtype), weight.to(head.dtype)
         if bias is not None and bias.dtype == acc:  # more precise than the logits
-            z = F.linear(rows, weight).to(acc) + bias
+            z = _linear(rows, weight).to(acc) + bias
         else:
-            z = F.linear(rows, weight, None if bias is None else bias.to(head.dtype))
+            z = _linear(rows, weight, None if bias is None else bias.to(head.dtype))
         z = _filled(value.filled(EMIT), bias, z)
         if value.scale != 1.0 or value.transform or not isinstance(value, Logits):
             z = transform.apply(value.transform, z.to(acc) * value.scale)
@@ -156,7 +158,7 @@ def pull_back(value: ClassTensor, g: Tensor, needs: Sequence[bool]) -> list[Tens
             g = g.to(acc) * value.scale
             if value.transform:
                 assert x is not None and w is not None
-                z = F.linear(x, w).to(acc)
+                z = _linear(x, w).to(acc)
                 z = z if head.bias is None else z + head.bias
                 z = _filled(head.filled, head.bias, z)
                 _, slope = transform.apply_with_slope(value.transform, z * value.scale)

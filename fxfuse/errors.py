@@ -220,6 +220,16 @@ def deferred_cannot(what: str, head: str) -> FxfuseError:
     )
 
 
+def put_in_place_of(function: object, names: Sequence[str]) -> FxfuseError:
+    """One function of the program's stands for several of PyTorch's, one of which reads deferred logits."""
+    return FxfuseError(
+        _here(
+            f"{' and '.join(names)} are one function of the program's, {function!r}, so that it cannot be told which "
+            f"of them reads deferred logits. Put a function of its own in the place of each, or {_WITHOUT_DEFERRAL}."
+        )
+    )
+
+
 # --- compilation ----------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from .algebra import ClassTensor, Logits, quickly_replace
 from .defer import defer
 from .deferred import DeferredLogits
 from .eager import dense
-from .mutation import Timeline, example_of, is_pure, storages
+from .mutation import Timeline, called, example_of, is_pure, storages
 from .replay import Emit
 from .report.chain import Way
 from .report.records import Site
@@ -34,13 +34,13 @@ def chain_between(base: Node, view: Node) -> Chain | None:
     """How ``view`` is made of ``base``, if by functions of the table and numbers alone."""
     steps: list[Any] = []
     while view is not base:
-        known = view.op in ("call_function", "call_method") and (view.target in TABLE or view.target in IN_PLACE)
-        if not known or not view.args or not isinstance(view.args[0], Node):
+        function = called(view)
+        if (function not in TABLE and function not in IN_PLACE) or not view.args or not isinstance(view.args[0], Node):
             return None
-        if view.target not in IN_PLACE:  # else it is its argument, which is by now what was written
+        if function not in IN_PLACE:  # else it is its argument, which is by now what was written
             if len(view.all_input_nodes) != 1:
                 return None
-            steps.append((view.target, view.args[1:], view.kwargs))
+            steps.append((function, view.args[1:], view.kwargs))
         view = view.args[0]
     return tuple(reversed(steps))
 

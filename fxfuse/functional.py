@@ -19,11 +19,15 @@ from .algebra import Head, Logits
 from .compat import forward_ad_active, is_autocast_enabled, is_plain, transform_active
 from .eager import EMIT
 from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DTYPES
+from .originals import original
 from .passes import compute
 from .rules import TABLE, Call, Keep
 
 # A torch function with its arguments after the first.
 _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+_linear, _cross_entropy = original(F.linear), original(F.cross_entropy)
+_log_softmax, _gather, _logsumexp = original(torch.log_softmax), original(torch.gather), original(torch.logsumexp)
 
 
 def linear_cross_entropy(
@@ -80,7 +84,7 @@ def linear_cross_entropy(
         if target.shape[: len(leading)] != leading:
             raise errors.target_of_another_shape(target.shape, leading)
         labels = target.flatten(0, len(leading) - 1)  # class indices or class probabilities
-    steps = [(F.cross_entropy, (labels,), options)]
+    steps = [(_cross_entropy, (labels,), options)]
     loss = _read(input, linear_weight, linear_bias, steps, fits, flat)
     return loss.reshape(leading) if reduction == "none" else loss
 
@@ -117,7 +121,7 @@ def linear_log_probs(
     flat = fits and input.dim() > 2
     classes = columns.flatten(0, -2) if flat else columns
 
-    steps: list[_Step] = [(torch.log_softmax, (-1,), {}), (torch.gather, (-1, classes), {})]
+    steps: list[_Step] = [(_log_softmax, (-1,), {}), (_gather, (-1, classes), {})]
     return _read(input, linear_weight, linear_bias, steps, fits, flat).reshape(index.shape)
 
 
@@ -141,9 +145,9 @@ def linear_logsumexp(input: Tensor, linear_weight: Tensor, *, linear_bias: Tenso
     log-sum-exp in the backward.
     """
     _check_tensors("linear_logsumexp", {"linear_bias": linear_bias}, input=input, linear_weight=linear_weight)
-    steps: list[_Step] = [(torch.logsumexp, (-1,), {})]
+    steps: list[_Step] = [(_logsumexp, (-1,), {})]
     if linear_weight.dim() != 2:
-        return _eager(F.linear(input, linear_weight, linear_bias), steps)
+        return _eager(_linear(input, linear_weight, linear_bias), steps)
     return _read(input, linear_weight, linear_bias, steps, True, input.dim() > 2).reshape(input.shape[:-1])
 
 
@@ -160,7 +164,7 @@ def _read(input: Tensor, weight: Tensor, bias: Tensor | None, steps: list[_Step]
     """
 
     def in_eager() -> Tensor:
-        logits = F.linear(input, weight, bias)
+        logits = _linear(input, weight, bias)
         return _eager(logits.flatten(0, -2) if flat else logits, steps)
 
     rows = input.flatten(0, -2) if flat else input

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .compat import Versions, is_autocast_enabled, is_known, operator_tags, schemas, storage
+from .originals import is_own
 
 _INPLACE_OPERATORS = frozenset(
     (
@@ -22,7 +23,7 @@ _INPLACE_OPERATORS = frozenset(
         *(operator.ilshift, operator.irshift, operator.iconcat, operator.setitem),
     )
 )
-_INPLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)
+INPLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)
 # Functions that update buffers which they are given, with nothing in their name or schema to tell.
 _UPDATING = ("batch_norm", "instance_norm")
 _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
@@ -32,12 +33,25 @@ _PLAIN_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodD
 
 
 def called(node: Node) -> Any:
-    """The function, or the name of the method, that a node calls; None if that cannot be looked up."""
+    """The function, or the name of the method, that a node calls; None if that cannot be looked up, or is not PyTorch's
+    or Python's own.
+    """
+    target: Any = node.target
+    if node.op not in ("call_function", "call_method"):
+        return None
     try:
-        hash(node.target)
+        hash(target)
     except TypeError:
         return None
-    return node.target if node.op in ("call_function", "call_method") else None
+    return target if all(map(is_own, _meant_by(target))) else None
+
+
+def _meant_by(target: Any) -> list[Any]:
+    """What is called as ``target``: a method by its name, and a method is what most operators call."""
+    if isinstance(target, str):
+        return [getattr(torch.Tensor, target, None)]
+    name = target.__name__.strip("_") if getattr(target, "__module__", None) == operator.add.__module__ else ""
+    return [target, getattr(torch.Tensor, f"__{name}__", None)]
 
 
 def example_of(handle: Any) -> Any:
@@ -63,7 +77,7 @@ def storages(node: Node) -> set[int]:
 
 
 def _is_inplace_name(name: str) -> bool:
-    return name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
+    return name in INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
 
 
 class Writes(NamedTuple):
@@ -104,7 +118,7 @@ def is_pure(target: Any) -> bool:
     """
     module = getattr(target, "__module__", None) or "torch"
     known = module.split(".")[0] in _PURE_MODULES and not module.startswith("torch._dynamo")
-    return known and isinstance(target, _PLAIN_CALLABLES)
+    return known and isinstance(target, _PLAIN_CALLABLES) and is_own(target)
 
 
 # Conversions, and what is no operator of PyTorch's by its name.

@@ -1302,18 +1302,60 @@ def test_results_that_are_put_into_a_list_of_logits() -> None:
 
 
 class _Other(Tensor):
-    """A subclass that fxfuse knows nothing of."""
+    """A subclass that fxfuse knows nothing of, and whose functions are PyTorch's."""
 
 
-def test_beside_another_subclass(device: str) -> None:
+class _WithFunctions(Tensor):
+    """One that has functions of its own, in a way."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _plain(result: Any) -> Tensor:
+    return result.as_subclass(Tensor) if isinstance(result, _Other) else result
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z, vector, labels: z * vector,
+        lambda z, vector, labels: vector - z,
+        lambda z, vector, labels: z * (z.detach() // vector),
+        lambda z, vector, labels: z[labels > 5],
+        lambda z, vector, labels: z.log_softmax(-1)[torch.arange(len(z))[:, None], torch.arange(z.shape[1]), labels],
+        lambda z, vector, labels: F.cross_entropy(z.flatten(0, 1), labels.flatten()),
+        lambda z, vector, labels: (z * 1).mul_(vector),
+        lambda z, vector, labels: (z * 1).masked_fill_(vector > 0.5, -1.0),
+    ],
+    ids=["times", "from", "floordiv", "mask", "index", "loss", "mul_", "masked_fill_"],
+)
+def test_beside_another_subclass(device: str, function: Any) -> None:
     def program(z: Tensor, s: World) -> Any:
-        other = torch.full((VOCAB,), 2.0, dtype=z.dtype, device=z.device).as_subclass(_Other)
-        return (z * other).as_subclass(Tensor)
+        vector = torch.linspace(0.2, 1, VOCAB, dtype=z.dtype, device=z.device).as_subclass(_Other)
+        return _plain(function(z, vector, s.y.as_subclass(_Other)))
 
     assert_as_eager(program, device)
-    z = DeferredWorld.make(device=device).z
+
+
+def test_writes_beside_another_subclass(device: str) -> None:
+    z, expected = DeferredWorld.make(device=device).z.detach(), World.make(device=device).z.detach()
+    mask = (torch.arange(VOCAB, device=device) % 3 == 0).as_subclass(_Other)
+    for written in (z, expected):
+        written[..., mask] = -2.0
+        written[..., 1] = torch.ones(written.shape[:-1], dtype=z.dtype, device=device).as_subclass(_Other)
+        before = written
+        written *= torch.full((VOCAB,), 2.0, dtype=z.dtype, device=device).as_subclass(_Other)
+        assert before is z or before is expected
+        torch.testing.assert_close(_plain(written), _plain(before), rtol=0, atol=0)
+    torch.testing.assert_close(z * 1, expected)
+    torch.add(expected, torch.ones(VOCAB, device=device).as_subclass(_Other), out=z)
+    torch.testing.assert_close(z * 1, expected + 1)
     with pytest.raises(TypeError, match="mul_"):
-        z.mul_(torch.ones(VOCAB, device=device).as_subclass(_Other))
+        z.mul_(torch.ones(VOCAB, device=device).as_subclass(_WithFunctions))
+    with pytest.raises(fxfuse.FxfuseError, match=r"the assignment to \.data"):
+        z.data = torch.ones_like(expected).as_subclass(_Other)
 
 
 def test_c_code_that_wants_memory_is_stopped() -> None:

@@ -5,8 +5,8 @@ exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The parts of one 
 to the common maximum, as flash-decoding merges parts of a sequence, so one row can use the whole device.
 
 For the entropy log s - t / s there is the sum t of (z - m) exp(z - m) too. When the maximum rises by d, every term of t
-becomes (z - m - d) exp(z - m) exp(-d), so that t becomes (t - d s) exp(-d). The expectation of the logits is u / s, with
-u the sum of z exp(z - m): it may be far less than m, and m + t / s would have the rounding of m.
+becomes (z - m - d) exp(z - m) exp(-d), so that t becomes (t - d s) exp(-d). The expectation of the logits is u / s: u
+is the sum of z exp(z - m), as it may be far less than m, of which m + t / s would have the rounding.
 """
 
 from __future__ import annotations
