@@ -137,6 +137,11 @@ class Analysis:
             axis=axis,
         )
         self.candidates.append(candidate)
+        projected = self._values.get(head.input)
+        if isinstance(projected, _Dense) and "softmax" not in projected.candidate.trail:
+            projected.candidate.inner = True
+        elif isinstance(projected, Logits):
+            candidate.inner = not projected.transform
         reason = unfit(candidate, self.timeline.region[node].has_autocast(out.device.type))
         if reason is not None:
             candidate.keep(reason)

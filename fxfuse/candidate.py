@@ -36,6 +36,8 @@ class Candidate:
         sizes: nodes that return how many rows there are, with what they ask.
         rows: of all projections, as far as is known.
         axis: of the classes in what the projection returns.
+        inner: no head, if it cannot be fused: the second factor of an adapter of low rank, or what another projection
+            takes for its hidden states.
         copied: bytes of copies of the weight, and of its gradients but the first, that fusing makes, and eager not.
     """
 
@@ -55,6 +57,7 @@ class Candidate:
     sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
     rows: int = 0
     axis: int = -1
+    inner: bool = False
     copied: int = 0
 
     def keep(self, reason: Reason) -> None:
@@ -65,7 +68,8 @@ class Candidate:
         # Without a loss that reads it, an output is called logits when it is much wider than its input.
         wide = compat.hint(self.head.vocab) >= VOCABULARY_RATIO * compat.hint(self.head.hidden)
         dense = self.kept is not None or bool(self.escaped)
-        return (bool(self.readers) and (self.read or wide)) or (dense and (self.read or (self.shown and wide)))
+        is_shown = self.shown and wide and not (self.kept is not None and self.inner)
+        return (bool(self.readers) and (self.read or wide)) or (dense and (self.read or is_shown))
 
     def absorb(self, other: Candidate) -> None:
         """Take over what is known of ``other``, whose logits were joined to these."""

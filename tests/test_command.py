@@ -88,7 +88,8 @@ SAYS = "not fused: probe at /home/someone/eval.py:7 (linear → sort): sort read
     [
         ([], [SAYS]),
         (["*lm_head"], []),
-        (["lm_head"], ["no head matches 'lm_head'"]),
+        (["lm_head"], []),
+        (["head"], ["no head matches 'head'"]),
         (["train.py:42"], []),
         (["someone/eval.py:*"], [SAYS]),
         (["*cross_entropy*", "/home/*"], [SAYS]),

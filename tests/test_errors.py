@@ -363,6 +363,23 @@ def test_a_gradient_that_is_asked_for_too_late(late: Callable[..., Any], request
     assert DEFER_LOGITS in text
 
 
+@triggers("put_in_place_of")
+def test_one_function_in_the_place_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, argmax = deferred(World.make()), torch._C.TensorBase.argmax
+
+    def ours(z: torch.Tensor) -> torch.Tensor:
+        return argmax(z)
+
+    monkeypatch.setattr(torch.Tensor, "argmax", ours)
+    monkeypatch.setattr(torch.Tensor, "argmin", ours)
+    with pytest.raises(fxfuse.FxfuseError) as raised:
+        z.argmax()
+    line, text = parts(raised)
+    assert "argmax(z)" in line
+    assert re.match(r"argmax and argmin are one function of the program's, <function .*ours", text)
+    assert "Put a function of its own in the place of each" in text and DEFER_LOGITS in text
+
+
 @triggers("deferred_cannot")
 @pytest.mark.parametrize(
     "change",

@@ -1223,6 +1223,31 @@ def test_projections_inside_the_model_are_no_heads() -> None:
 
 
 @pytest.mark.parametrize(
+    "program",
+    [
+        lambda x, a, b, other: F.linear(F.linear(x, a), b) * 2 + other,
+        lambda x, a, b, other: F.linear(F.linear(torch.eye(16), a), b).T,
+        lambda x, a, b, other: F.linear(
+            torch.nn.functional.layer_norm(F.embedding(torch.arange(16), a.t()) @ b.t() + torch.ones(16, 32), (32,)),
+            other,
+        ),
+    ],
+    ids=["added", "a_weight", "of_a_table"],
+)
+def test_adapters_of_low_rank_are_no_heads(program: Any) -> None:
+    """As of PEFT's DoRA, and of its LoRA for a table."""
+    x, a, b, other = torch.randn(16, 16), torch.randn(2, 16), torch.randn(32, 2), torch.randn(16, 32)
+    torch.testing.assert_close(compiled(program)(x, a, b, other), program(x, a, b, other))
+    assert captured_sites(program, x, a, b, other) == []
+
+
+def test_probabilities_that_are_projected_are_of_a_head() -> None:
+    x, w, table = torch.randn(16, 4), torch.randn(32, 4), torch.randn(4, 32)
+    (site,) = captured_sites(lambda x, w, table: F.linear(F.linear(x, w).softmax(0), table), x, w, table)
+    assert (site.status, site.vocab) == ("kept", 32)
+
+
+@pytest.mark.parametrize(
     "product",
     [
         lambda x, w: torch.einsum("btd,vd->btv", x, w),

@@ -115,7 +115,7 @@ def test_one_function_for_several() -> None:
         theirs, also = torch._C.TensorBase.argmax, torch._C.TensorBase.argmin
         patch.setattr(Tensor, "argmax", lambda z: theirs(z))
         patch.setattr(Tensor, "argmin", Tensor.argmax)
-        with pytest.raises(fxfuse.FxfuseError, match=r"argmax and argmin are one function of the program's"):
+        with pytest.raises(fxfuse.FxfuseError):
             z.argmax()
         assert also(torch.ones(2)) == 0
 

@@ -329,6 +329,34 @@ def test_a_failure_of_the_report_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert (site.status, site.uses) == ("fused", ())
 
 
+class _Wrapper(torch.nn.Module):
+    """Looks attributes up in what it wraps, as PEFT's models do."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleDict({"default": model})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.model, name)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.model["default"](ids)
+
+
+def test_modules_are_named_within_others_that_look_attributes_up() -> None:
+    model = Model(lambda m, x, y: sum(ce(head(x), y) for head in (m.lm_head, *m.heads)))
+    model.heads = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(8, 65)])
+    since = len(journal)
+    torch.compile(_Wrapper(_Wrapper(model)), backend="fxfuse", options=OPTIONS)(ids())
+    within = "model.default.model.default."
+    assert [site.module for site in journal.report(since)] == [
+        f"{within}{n}" for n in ("lm_head", "heads.0", "heads.1")
+    ]
+
+
 @pytest.mark.parametrize("words", ["why", "line_at", "module_path", "eager_bytes", "projection_name"])
 @pytest.mark.parametrize("status", ["fused", "deferred", "kept"])
 def test_words_that_fail_leave_a_plain_record(words: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:

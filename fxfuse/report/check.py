@@ -13,8 +13,8 @@ def failures(report: Report, patterns: Sequence[str]) -> list[str]:
 
     Args:
         report: the heads.
-        patterns: globs on a head's module path, on its ``file.py:line`` (from any directory on) or on its chain;
-            none requires every head.
+        patterns: globs on a head's module path (from any module on), on its ``file.py:line`` (from any directory on) or
+            on its chain; none requires every head.
     """
     lines = []
     for pattern in patterns or ("*",):
@@ -27,7 +27,8 @@ def failures(report: Report, patterns: Sequence[str]) -> list[str]:
 
 def _matches(site: Site, pattern: str) -> bool:
     names = (site.module, site.where, site.pattern, site.chain)
-    return any(fnmatchcase(name, pattern) for name in names) or fnmatchcase(site.where, f"*/{pattern}")
+    from_within = fnmatchcase(site.module, f"*.{pattern}") or fnmatchcase(site.where, f"*/{pattern}")
+    return from_within or any(fnmatchcase(name, pattern) for name in names)
 
 
 def _line(site: Site) -> str:
