@@ -1228,8 +1228,7 @@ def test_projections_inside_the_model_are_no_heads() -> None:
         lambda x, a, b, other: F.linear(F.linear(x, a), b) * 2 + other,
         lambda x, a, b, other: F.linear(F.linear(torch.eye(16), a), b).T,
         lambda x, a, b, other: F.linear(
-            torch.nn.functional.layer_norm(F.embedding(torch.arange(16), a.t()) @ b.t() + torch.ones(16, 32), (32,)),
-            other,
+            F.rms_norm(h := F.embedding(x.argmax(-1), a.t()) @ b.t() + other, (32,)) * h.square().mean(-1, True), other
         ),
     ],
     ids=["added", "a_weight", "of_a_table"],
