@@ -37,7 +37,7 @@ class EagerEmit(Emit):
     """Runs functions as they come."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return original(function)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     def example(self, handle: Any) -> Tensor:
         return handle
