@@ -310,7 +310,7 @@ def test_the_expectation_of_small_logits_does_not_cancel(device: str, size: floa
     ours, eager = value_and_grads(with_op, p.input, p.weight), value_and_grads(with_eager, p.input, p.weight)
     assert_no_worse_than_eager(ours[:1], eager[:1], exact[:1], 2e-7)
     # On a GPU the gradient is made from the entropy, near 7, which is rounded.
-    assert_no_worse_than_eager(ours[1:], eager[1:], exact[1:], 2e-7 if device == "cpu" else 6e-7)
+    assert_no_worse_than_eager(ours[1:], eager[1:], exact[1:], 2e-7 if device == "cpu" else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
