@@ -961,6 +961,18 @@ def what_all_logits_of_a_row_have_in_common_cancels(dtype: torch.dtype) -> None:
     # Tensor cores' way adds it to the maximum, for 16 bits; float32 must be as near as eager.
     of_difference = error(want[0].float() - want[7].float(), want[6])
     assert error(expectation, want[6]) <= (2e-6 if route == "general" else of_difference / 10)
+    g, none = torch.linspace(1, 2, rows), torch.zeros(rows, p.index.shape[1])
+
+    def gradients(of: Any, p: Any, stats: Any) -> Any:
+        one, nothing = g.to(stats[0]), none.to(stats[0])
+        return of.linear_stats_backward(
+            *p.operands, stats[0], stats[5], one, nothing, None, True, True, False, entropy=stats[7], g_entropy=-one,
+            expectation=stats[6],
+        )[:2]  # fmt: skip
+
+    stats = cuda.linear_stats(*p.operands, False, False, want_expectation=True)
+    for got, exact in zip(gradients(cuda, p, stats), gradients(reference, p.double(), want), strict=True):
+        assert error(got, exact) <= (1e-6 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps)
 
 
 @case(each_dtype=True, routes=("general",))

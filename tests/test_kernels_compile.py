@@ -115,7 +115,7 @@ def record(
     if kind.startswith("entropy"):
         more = kind == "entropy_and_top"
         cuda.linear_stats(*operands, True, True, want_expectation=more, want_entropy=True, want_top=more)
-        options |= {"entropy": meta(rows), "g_entropy": meta(rows)}
+        options |= {"entropy": meta(rows), "g_entropy": meta(rows), "expectation": meta(rows) if more else None}
     else:
         cuda.linear_loss(*operands, *upstream[1:], *needs, **options)
     cuda.linear_stats_backward(*operands, meta(rows), meta(rows), *upstream, *needs, **options)

@@ -26,6 +26,7 @@ def dlogits_kernel(
     g_class_sum,  # [rows] float32, or None
     g_entropy,  # [rows] float32, or None
     entropy,  # [rows] float32, or None
+    expectation,  # [rows] float32, or None: of the logits, where these are not far above or below 0
     factor,  # [1] float32, or None for 1
     dz,  # [rows, padded], out
     scale,
@@ -103,9 +104,13 @@ def dlogits_kernel(
     p = exponential(log_p) if dz.dtype.element_ty == tl.float32 else tl.exp(log_p)
     g = row_g[:, None] * p
     if g_entropy is not None:
-        row_entropy = tl.load(entropy + row, mask=in_rows, other=0.0)
+        # Both are the same, but lse and entropy may be far larger than the difference, as logits may be themselves.
+        if expectation is not None:
+            above = z - tl.load(expectation + row, mask=in_rows, other=0.0)[:, None]
+        else:
+            above = log_p + tl.load(entropy + row, mask=in_rows, other=0.0)[:, None]
         # In this order: the least number of a dtype may become infinite, which 0 would make NaN.
-        g -= row_g_entropy[:, None] * (p * (log_p + row_entropy[:, None]))
+        g -= row_g_entropy[:, None] * (p * above)
     for k in range(indexed):
         at = row64 * indexed + k
         local = tl.load(index + at, mask=in_rows, other=-1) - first_class - tile_start
@@ -149,6 +154,7 @@ def write_dlogits(
     g_class_sum: Tensor | None,
     g_entropy: Tensor | None,
     entropy: Tensor | None,
+    expectation: Tensor | None,
     factor: Tensor | None,
     product: Tensor | None = None,
 ) -> None:
@@ -157,8 +163,8 @@ def write_dlogits(
     ``weight``, ``bias [W]`` and ``class_weight [W]`` are the classes from ``first_class`` on; ``index [C, K]`` counts
     from class 0. ``dz`` is ``[C, W]`` in the operands' dtype, with unit column stride and a row stride that is a
     multiple of ``PAD`` and at least W; columns between W and the next multiple of ``PAD`` are overwritten. ``lse``,
-    ``residual``, ``g_lse``, ``g_class_sum``, ``g_entropy`` and ``entropy`` ``[C]``, ``g_picked [C, K]`` and the
-    one-element ``factor`` are float32.
+    ``residual``, ``g_lse``, ``g_class_sum``, ``g_entropy``, ``entropy`` and ``expectation`` ``[C]``, ``g_picked
+    [C, K]`` and the one-element ``factor`` are float32. With an ``expectation``, ``entropy`` is not read.
     ``x`` and ``weight`` may have any strides, the rest is contiguous. ``product [C, W]`` is ``x @ weight.T`` in
     float32, laid out as ``dz``, which may be the same memory; None to make it here, of operands in 16 bits.
     """
@@ -178,6 +184,7 @@ def write_dlogits(
         g_class_sum,
         g_entropy,
         entropy,
+        expectation,
         factor,
         dz,
         scale,

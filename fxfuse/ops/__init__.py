@@ -42,8 +42,8 @@ for _schema in (
     " bool want_expectation=False, bool want_entropy=False, bool want_top=False, str transform='', int memory=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
-    f" Tensor? g_class_sum, {NEEDS}, *, Tensor? entropy=None, Tensor? g_entropy=None, str transform='',"
-    " int memory=0) -> (Tensor, Tensor, Tensor)",
+    f" Tensor? g_class_sum, {NEEDS}, *, Tensor? entropy=None, Tensor? g_entropy=None, Tensor? expectation=None,"
+    " str transform='', int memory=0) -> (Tensor, Tensor, Tensor)",
     f"linear_loss({_OPERANDS}, Tensor c_log_prob, Tensor? c_log_prob_sum, {NEEDS},"
     " *, str transform='') -> (Tensor, Tensor, Tensor, Tensor)",
     f"linear_loss_exponentials({_OPERANDS}, Tensor c_log_prob, Tensor? c_log_prob_sum, *,"
@@ -174,8 +174,8 @@ def _stats_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
     ctx.scale, ctx.want_class_sum, ctx.options = scale, want_class_sum, dict(keyword_only_inputs)
     for want in ("want_log_prob_sum", "want_expectation", "want_entropy", "want_top"):
         setattr(ctx, want, ctx.options.pop(want))
-    lse, _, _, _, _, residual, _, entropy, _, argmax = output
-    ctx.save_for_backward(input, weight, bias, index, class_weight, lse, residual, entropy, argmax)
+    lse, _, _, _, _, residual, expectation, entropy, _, argmax = output
+    ctx.save_for_backward(input, weight, bias, index, class_weight, lse, residual, expectation, entropy, argmax)
     ctx.mark_non_differentiable(residual, argmax)
 
 
@@ -193,7 +193,7 @@ def _stats_backward(
     g_argmax: None,
 ) -> tuple[Any, ...]:
     refuse_second_order("linear_stats")
-    input, weight, bias, index, class_weight, lse, residual, entropy, argmax = ctx.saved_tensors
+    input, weight, bias, index, class_weight, lse, residual, expectation, entropy, argmax = ctx.saved_tensors
     nothing = (None,) * 5
     g_class_sum = g_class_sum if ctx.want_class_sum else None
     g_log_prob_sum = g_log_prob_sum if ctx.want_log_prob_sum else None
@@ -222,7 +222,8 @@ def _stats_backward(
     needs = ctx.needs_input_grad[:3]
     grads = linear_stats_backward(
         input, weight, bias, index, class_weight, ctx.scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
-        entropy=None if g_entropy is None else entropy, g_entropy=g_entropy, **ctx.options,
+        entropy=None if g_entropy is None else entropy, g_entropy=g_entropy,
+        expectation=None if g_expectation is None else expectation, **ctx.options,
     )  # fmt: skip
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), *nothing
 

@@ -346,6 +346,7 @@ def linear_stats_backward(
     *,
     entropy: Tensor | None = None,
     g_entropy: Tensor | None = None,
+    expectation: Tensor | None = None,
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,10 +47,11 @@ and ``dp_k / dz_j = p_k ([j = k] - p_j)``, so
     dH / dz_j = p_j - p_j - p_j (z_j - sum_k p_k z_k) = -p_j (log p_j + H)
 
 which is evaluated as it stands on the right, with the residual in log p: both summands are small where one class is
-nearly certain.  The gradients of ``log_prob``, ``log_prob_sum`` and ``expectation`` are differences of others.
-``top`` is the logit at ``argmax``, which receives its gradient: to a backward it is one more indexed class.  So for
-upstream gradients ``g_lse [N]``, ``g_picked [N, K]``, ``g_class_sum [N]`` and ``g_entropy [N]`` the gradient of the
-logits is
+nearly certain.  Where a gradient of ``expectation`` is in ``g_entropy``, an implementation may take that statistic, and
+``z_ij - expectation_i`` for ``log p_ij + H_i``: of small logits H is far larger.  The gradients of ``log_prob``,
+``log_prob_sum`` and ``expectation`` are differences of others.  ``top`` is the logit at ``argmax``, which receives its
+gradient: to a backward it is one more indexed class.  So for upstream gradients ``g_lse [N]``, ``g_picked [N, K]``,
+``g_class_sum [N]`` and ``g_entropy [N]`` the gradient of the logits is
 
     dz_ij = g_lse_i p_ij + sum_k g_picked_ik [j = index_ik] + g_class_sum_i c_j - g_entropy_i p_ij (log p_ij + H_i)
 

@@ -92,6 +92,7 @@ def linear_stats_backward(
     *,
     entropy: Tensor | None = None,
     g_entropy: Tensor | None = None,
+    expectation: Tensor | None = None,
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +100,7 @@ def linear_stats_backward(
     if not has_kernels(input, weight):
         return chunked.linear_stats_backward(
             input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
-            entropy=entropy, g_entropy=g_entropy, transform=transform, memory=memory,
+            entropy=entropy, g_entropy=g_entropy, expectation=expectation, transform=transform, memory=memory,
         )  # fmt: skip
     head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
     dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
@@ -109,7 +110,7 @@ def linear_stats_backward(
             return hopper().linear_stats_backward(
                 head.call(), contiguous(lse), contiguous(residual), up, needs, dtypes, memory, contiguous(entropy)
             )
-    return general.gradients(head, lse, residual, up, needs, dtypes, memory, entropy)
+    return general.gradients(head, lse, residual, up, needs, dtypes, memory, entropy, expectation)
 
 
 def linear_loss(

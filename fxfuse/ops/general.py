@@ -106,10 +106,11 @@ def gradients(
     dtypes: tuple[torch.dtype, ...],
     memory: int = 0,
     entropy: Tensor | None = None,
+    expectation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias in ``dtypes``; an empty tensor for one that is not needed.
 
-    ``entropy [N]`` is the statistic, where ``up`` has a gradient for it.
+    ``entropy [N]`` is the statistic, where ``up`` has a gradient for it, and so is ``expectation [N]``, if known.
     The window of the gradient of the logits takes at most ``memory`` bytes, if that is not 0.
     """
     (rows, hidden), vocab = head.input.shape, head.weight.shape[0]
@@ -119,7 +120,7 @@ def gradients(
             for shape, need, dtype in zip(((rows, hidden), (vocab, hidden), (vocab,)), needs, dtypes, strict=True)
         )
     lse, residual, up = lse.contiguous(), residual.contiguous(), up.contiguous()
-    entropy = contiguous(entropy)
+    entropy, expectation = contiguous(entropy), contiguous(expectation)
     factor = undo = None
     if head.input.dtype == torch.float16:
         steep = abs(head.scale) * steepest(decode(head.transform))
@@ -138,7 +139,9 @@ def gradients(
                     multiply(head.input[here], head.weight[at].t(), dz)
                 _write_dlogits(
                     head, dz, here, at, lse[here], residual[here], up,
-                    None if entropy is None else entropy[here], factor, dz if stores_products(head) else None,
+                    None if entropy is None else entropy[here],
+                    None if expectation is None else expectation[here],
+                    factor, dz if stores_products(head) else None,
                 )  # fmt: skip
                 grads.add(here, at, dz)
     # Before the sums are converted, which needs about as much memory again.
@@ -175,16 +178,17 @@ def _write_dlogits(
     residual: Tensor,
     up: GpuUpstream,
     entropy: Tensor | None = None,
+    expectation: Tensor | None = None,
     factor: Tensor | None = None,
     product: Tensor | None = None,
 ) -> None:
-    """Of a window of rows and classes; ``lse``, ``residual`` and ``entropy`` are those of the rows."""
+    """Of a window of rows and classes; ``lse`` to ``expectation`` are those of the rows."""
     from ..kernels.dlogits import write_dlogits
 
     bias, c = (None if t is None else t[at] for t in (head.bias, head.class_weight))
     write_dlogits(
         dz, head.input[here], head.weight[at], bias, head.index[here], at.start, c, head.scale, head.transform, lse,
-        residual, *up.at(here), entropy, factor, product,
+        residual, *up.at(here), entropy, expectation, factor, product,
     )  # fmt: skip
 
 

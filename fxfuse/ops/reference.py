@@ -91,6 +91,7 @@ def linear_stats_backward(
     *,
     entropy: Tensor | None = None,
     g_entropy: Tensor | None = None,
+    expectation: Tensor | None = None,
     transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     z, slope = logits(input, weight, bias, scale, transform)
