@@ -140,8 +140,8 @@ class Analysis:
         projected = self._values.get(head.input)
         if isinstance(projected, _Dense) and "softmax" not in projected.candidate.trail:
             projected.candidate.inner = True
-        elif isinstance(projected, Logits):
-            candidate.inner = not projected.transform
+        elif isinstance(projected, Logits) and not projected.transform:
+            candidate.source = projected.head.hidden
         reason = unfit(candidate, self.timeline.region[node].has_autocast(out.device.type))
         if reason is not None:
             candidate.keep(reason)

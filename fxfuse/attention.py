@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from . import compat, errors
 from .mutation import DEEPEST, Timeline, called, example_of
-from .originals import original
+from .originals import original_or_itself
 from .report.source import location
 
 
@@ -108,7 +108,7 @@ class _Planned(NamedTuple):
 
 
 def _planned(gm: GraphModule, given: Mapping[Node, Held]) -> Iterator[_Planned]:
-    attention = original(F.scaled_dot_product_attention)
+    attention = original_or_itself(F.scaled_dot_product_attention)
     attentions = [node for node in gm.graph.nodes if called(node) is attention]
     parts = compat.checkpointed_parts(gm)
     if not attentions and not parts:

@@ -36,8 +36,9 @@ class Candidate:
         sizes: nodes that return how many rows there are, with what they ask.
         rows: of all projections, as far as is known.
         axis: of the classes in what the projection returns.
-        inner: no head, if it cannot be fused: the second factor of an adapter of low rank, or what another projection
-            takes for its hidden states.
+        source: hidden units of what its hidden states are a projection of, if nothing lies between: an adapter of low
+            rank, or a head that is factored.
+        inner: taken for hidden states by another projection.
         copied: bytes of copies of the weight, and of its gradients but the first, that fusing makes, and eager not.
     """
 
@@ -57,6 +58,7 @@ class Candidate:
     sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
     rows: int = 0
     axis: int = -1
+    source: Any = 0
     inner: bool = False
     copied: int = 0
 
@@ -66,9 +68,10 @@ class Candidate:
     @property
     def is_head(self) -> bool:
         # Without a loss that reads it, an output is called logits when it is much wider than its input.
-        wide = compat.hint(self.head.vocab) >= VOCABULARY_RATIO * compat.hint(self.head.hidden)
+        hidden = max(compat.hint(self.head.hidden), compat.hint(self.source))
+        wide = compat.hint(self.head.vocab) >= VOCABULARY_RATIO * hidden
         dense = self.kept is not None or bool(self.escaped)
-        is_shown = self.shown and wide and not (self.kept is not None and self.inner)
+        is_shown = self.shown and wide and (bool(self.escaped) or not self.inner)
         return (bool(self.readers) and (self.read or wide)) or (dense and (self.read or is_shown))
 
     def absorb(self, other: Candidate) -> None:

@@ -74,10 +74,19 @@ def is_plain(example: Any) -> bool:
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # of subclasses; those of modes stay
 
+
+class _OfFunctional:
+    """Functions of ``torch.nn.functional`` that are written in C; those in Python may have others beneath."""
+
+    linear = torch._C._nn.linear
+    scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+    logsigmoid = torch._C._nn.log_sigmoid
+
+
 # Where functions are looked up by name; the module of those that are written in Python, and what has the others.
 HOMES: dict[Any, tuple[types.ModuleType, Any]] = {
     torch.Tensor: (torch._tensor, torch._C.TensorBase),
-    torch.nn.functional: (torch.nn.functional, torch._C._nn),
+    torch.nn.functional: (torch.nn.functional, _OfFunctional),
     torch.functional: (torch.functional, None),
     torch.autograd: (torch.autograd, None),
     torch: (torch.functional, torch._C._VariableFunctions),

@@ -27,7 +27,7 @@ from .lazy import Described, parts_of, used_on
 from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, hooks_as_called_outside, plain_of
 from .mutation import INPLACE_METHODS
 from .origin import locked, working
-from .originals import original
+from .originals import original, original_or_itself
 from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
@@ -114,12 +114,12 @@ def _in_memory(deferred: DeferredLogits) -> Tensor:
 
 
 def _method(name: str) -> Any:
-    return original(getattr(Tensor, name))
+    return original_or_itself(getattr(Tensor, name))
 
 
 _DEEPCOPY, _ITER, _REGISTER_HOOK = _method("__deepcopy__"), _method("__iter__"), _method("register_hook")
 _GETITEM, _SETITEM = _method("__getitem__"), _method("__setitem__")
-_GRAD, _BACKWARD = original(torch.autograd.grad), original(torch.autograd.backward)
+_GRAD, _BACKWARD = original_or_itself(torch.autograd.grad), original_or_itself(torch.autograd.backward)
 
 _DATA: dict[Any, Callable[[DeferredLogits], Tensor]] = {
     **{_method(name): _looked_at for name in ("tolist", "__format__")},
@@ -199,7 +199,7 @@ def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     # A write to an ordinary tensor in their place would not be seen by autograd.
     others = {type(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)} - _KNOWN
-    if not all(map(_is_another_name_for_tensor, others)):
+    if not others or not all(map(_is_another_name_for_tensor, others)):
         return NotImplemented
     args, kwargs = tree_map_only(tuple(others), lambda tensor: tensor.as_subclass(Tensor), (args, kwargs))
     return func(*args, **kwargs)

@@ -19,15 +19,16 @@ from .algebra import Head, Logits
 from .compat import forward_ad_active, is_autocast_enabled, is_plain, transform_active
 from .eager import EMIT
 from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DTYPES
-from .originals import original
+from .originals import original_or_itself
 from .passes import compute
 from .rules import TABLE, Call, Keep
 
 # A torch function with its arguments after the first.
 _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-_linear, _cross_entropy = original(F.linear), original(F.cross_entropy)
-_log_softmax, _gather, _logsumexp = original(torch.log_softmax), original(torch.gather), original(torch.logsumexp)
+_linear, _cross_entropy = original_or_itself(F.linear), original_or_itself(F.cross_entropy)
+_log_softmax, _gather = original_or_itself(torch.log_softmax), original_or_itself(torch.gather)
+_logsumexp = original_or_itself(torch.logsumexp)
 
 
 def linear_cross_entropy(

@@ -309,7 +309,6 @@ def _rewrite_graph(
     if changed:
         gm.recompile()
     _tell(listening, "rewritten", graph, rewriting.made_for)
-    candidates = [c for c in candidates if c.is_head]  # those that turned out not to leave the graph may be none
     passes, memory = rewriting.passes, options.memory
     sites = [site_of(c, passes.get(c, ()), told[c], in_checkpoint, memory) for c in candidates]
     sent = [rewriting.sent.get(c, []) for c in candidates]

@@ -51,7 +51,7 @@ def _meant_by(target: Any) -> list[Any]:
     if isinstance(target, str):
         return [getattr(torch.Tensor, target, None)]
     name = target.__name__.strip("_") if getattr(target, "__module__", None) == operator.add.__module__ else ""
-    return [target, getattr(torch.Tensor, f"__{name}__", None)]
+    return [target, *(getattr(torch.Tensor, f"__{each}__", None) for each in (name, f"r{name}"))]
 
 
 def example_of(handle: Any) -> Any:

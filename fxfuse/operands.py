@@ -106,7 +106,8 @@ def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tu
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS[tensor.dtype.itemsize])
+    # By its operator: programs are known to put ``reshape`` in the place of the method, which takes no dtype.
+    return torch.ops.aten.view.dtype(tensor, _BITS[tensor.dtype.itemsize])
 
 
 class Trained:

@@ -9,32 +9,43 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import os
 from collections.abc import Callable
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from . import compat, errors
 
 _FOLDERS = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
+_OWN_MODULES = ("torch", "builtins", "operator", "_operator", "math")
+_OWN_OPERATORS = ("aten::", "prims::", "prim::", "fxfuse::")
 
 
 def is_own(function: Any) -> bool:
-    """Whether it is PyTorch's, Python's or ours. ``functools.wraps`` copies names, so that these do not tell."""
-    made = [function]
-    while hasattr(made[-1], "__wrapped__"):
-        made.append(made[-1].__wrapped__)
-    return all(map(_is_own, made))
+    """Whether it is PyTorch's, Python's or ours.
+
+    ``functools.wraps`` copies names, so that these do not tell, and a proxy has the attributes of what it stands for.
+    """
+    for _ in range(20):  # as many as nobody wraps around each other
+        if type(function) is not FunctionType:
+            return _is_made_in_c(function)
+        if not function.__code__.co_filename.startswith(_FOLDERS):
+            return False
+        if "__wrapped__" not in vars(function):
+            return True
+        function = vars(function)["__wrapped__"]
+    return False
 
 
-def _is_own(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        return str(code.co_filename).startswith(_FOLDERS)
-    return type(function).__module__.split(".")[0] in ("builtins", "torch")
+def _is_made_in_c(function: Any) -> bool:
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return str(getattr(function, "_qualified_op_name", None) or function.name()).startswith(_OWN_OPERATORS)
+    if type(function) is BuiltinFunctionType or isinstance(function, type):  # extensions' are such, too
+        return (function.__module__ or "torch").split(".")[0] in _OWN_MODULES
+    return type(function).__module__ == "builtins" and type(function) is not MethodType
 
 
 def original(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,19 +63,30 @@ def original(function: Callable[..., Any]) -> Callable[..., Any]:
     return next(iter(found), function)
 
 
+def original_or_itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but ``function`` where it cannot be told."""
+    try:
+        return original(function)
+    except errors.FxfuseError:
+        return function
+
+
 def _behind(function: Any, homes: list[Any]) -> dict[Callable[..., Any], str]:
     """PyTorch's functions that go by a name that is now ``function``'s, with these names."""
     return {
         own: name
         for home in homes
-        for name, value in vars(home).items()
+        for name, value in tuple(vars(home).items())  # to which another thread may add
         if value is function and (own := _own(home, name)) is not None
     }
 
 
 @functools.cache
 def _own(home: Any, name: str) -> Callable[..., Any] | None:
-    """PyTorch's function of that name: the program's function has it somewhere, or nothing would ask for it."""
+    """PyTorch's function of that name."""
+    if is_own(known := _AT_FIRST[home].get(name)) and known is not None:
+        return known
+    # There was another when fxfuse was imported, which has PyTorch's somewhere, or nothing would ask for it.
     module, beneath = compat.HOMES[home]
     qualified = f"Tensor.{name}" if home is torch.Tensor else name
     found = [
@@ -75,6 +97,9 @@ def _own(home: Any, name: str) -> Callable[..., Any] | None:
         and each.__qualname__ == qualified
         and is_own(each)
     ]
-    wrapped = [inspect.unwrap(each) for each in found if hasattr(each, "__wrapped__")]
-    found = [each for each in found if each not in wrapped]
+    wrapped = [vars(each).get("__wrapped__") for each in found]
+    found = [each for each in found if not any(each is other for other in wrapped)]
     return found[0] if len(found) == 1 else getattr(beneath, name, None)
+
+
+_AT_FIRST: dict[Any, dict[str, Any]] = {home: dict(vars(home)) for home in compat.HOMES}

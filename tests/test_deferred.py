@@ -1358,6 +1358,24 @@ def test_writes_beside_another_subclass(device: str) -> None:
         z.data = torch.ones_like(expected).as_subclass(_Other)
 
 
+class _Number:
+    """No tensor, and knows what functions do with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(2.0 if isinstance(arg, cls) else arg for arg in args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_writes_beside_what_is_no_tensor(device: str) -> None:
+    z, expected = DeferredWorld.make(device=device).z.detach(), World.make(device=device).z.detach()
+    for written in (z, expected):
+        written.mul_(_Number())
+        written += _Number()
+        written[0] = _Number()
+    torch.testing.assert_close(z * 1, expected)
+
+
 def test_c_code_that_wants_memory_is_stopped() -> None:
     z = DeferredWorld.make().z.detach()
     with pytest.raises(RuntimeError, match="data"):

@@ -1240,6 +1240,23 @@ def test_adapters_of_low_rank_are_no_heads(program: Any) -> None:
     assert captured_sites(program, x, a, b, other) == []
 
 
+def test_a_factored_head_is_one() -> None:
+    x, a, b, other = torch.randn(16, 16), torch.randn(2, 16), torch.randn(64, 2), torch.randn(16, 64)
+    (site,) = captured_sites(lambda: F.mse_loss(F.linear(F.linear(x, a), b), other))
+    assert (site.status, site.vocab) == ("kept", 64)
+
+
+def test_logits_that_are_returned_and_projected_are_of_a_head() -> None:
+    x, w, table = torch.randn(16, 4), torch.randn(32, 4), torch.randn(4, 32)
+
+    def program() -> Any:
+        z = F.linear(x, w)
+        return z, F.linear(z.sin(), table)
+
+    (site,) = captured_sites(program)
+    assert site.vocab == 32
+
+
 def test_probabilities_that_are_projected_are_of_a_head() -> None:
     x, w, table = torch.randn(16, 4), torch.randn(32, 4), torch.randn(4, 32)
     (site,) = captured_sites(lambda x, w, table: F.linear(F.linear(x, w).softmax(0), table), x, w, table)

@@ -972,7 +972,7 @@ def what_all_logits_of_a_row_have_in_common_cancels(dtype: torch.dtype) -> None:
 
     stats = cuda.linear_stats(*p.operands, False, False, want_expectation=True)
     for got, exact in zip(gradients(cuda, p, stats), gradients(reference, p.double(), want), strict=True):
-        assert error(got, exact) <= (1e-6 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps)
+        assert error(got, exact) <= (2e-6 if got.dtype == torch.float32 else 4 * torch.finfo(got.dtype).eps)
 
 
 @case(each_dtype=True, routes=("general",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,11 +93,31 @@ def test_hooks_and_gradients(device: str) -> None:
     with replaced(Tensor, "register_hook"), replaced(torch.autograd, "backward"), replaced(Tensor, "backward"):
         expected, actual = (program(world.z, world.y) for world in map(kind_of(device), (World, DeferredWorld)))
     torch.testing.assert_close([t * 1 for t in actual], expected)
-    with replaced(Tensor, "register_hook"), pytest.raises(fxfuse.FxfuseError, match="register_hook"):
-        world = DeferredWorld.make(device=device)
-        z = world.z
-        F.cross_entropy(z.view(-1, VOCAB), world.y.flatten())
-        z.register_hook(print)
+    for home, name, ask in (
+        (Tensor, "register_hook", lambda z, loss: z.register_hook(print)),
+        (torch.autograd, "grad", lambda z, loss: torch.autograd.grad(loss, z)),
+    ):
+        with replaced(home, name), pytest.raises(fxfuse.FxfuseError, match=name):
+            world = DeferredWorld.make(device=device)
+            z = world.z
+            ask(z, F.cross_entropy(z.view(-1, VOCAB), world.y.flatten()))
+
+
+def test_reshape_in_the_place_of_view(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs have it for devices whose tensors are seldom contiguous."""
+    world, plain = DeferredWorld.make(device=device), World.make(device=device)
+    monkeypatch.setattr(Tensor, "view", Tensor.reshape)
+    torch.testing.assert_close(world.z.view(-1, VOCAB).sin(), plain.z.view(-1, VOCAB).sin())
+    loss, expected = (F.cross_entropy(s.z.view(-1, VOCAB), s.y.view(-1)) for s in (world, plain))
+    torch.testing.assert_close(loss, expected)
+
+
+def test_objects_that_were_frozen(device: str) -> None:
+    gc.freeze()
+    try:
+        test_runs_once(device, "norm", wraps=True)
+    finally:
+        gc.unfreeze()
 
 
 def kind_of(device: str) -> Callable[[type[World]], World]:
@@ -127,11 +148,32 @@ def test_a_method_of_the_programs_own() -> None:
         assert world.z.accuracy(world.y) == plain.z.accuracy(plain.y)
 
 
+class _Proxy:
+    """Has every attribute, among them those of functions."""
+
+    def __getattr__(self, name: str) -> Any:
+        return F.cross_entropy.__code__ if name == "__code__" else _Proxy()
+
+    def __call__(self, *args: Any) -> Tensor:
+        return F.cross_entropy(*args)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * x
+
+
+torch.library.custom_op("originals::doubled", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
+
+
 def test_what_is_pytorchs_own() -> None:
     for table in (TABLE, IN_PLACE, HEADS):
         assert all(isinstance(function, str) or is_own(function) for function in table)
     wrapped = functools.wraps(F.cross_entropy)(lambda *args: F.cross_entropy(*args))
-    others = wrapped, functools.partial(F.cross_entropy), torch.no_grad()(wrapped), torch.compiler.disable(wrapped)
+    others = [wrapped, functools.partial(F.cross_entropy), torch.no_grad()(wrapped), torch.compiler.disable(wrapped)]
+    others += [_Proxy(), _Proxy().__wrapped__, _Square.apply, torch.ops.originals.doubled]
+    others[1].__wrapped__ = others[1]
     for function in others:
         assert not is_own(function)
         assert original(function) is function
@@ -144,6 +186,7 @@ IN_GRAPHS: dict[str, tuple[Any, str, Callable[..., Tensor]]] = {
     "method": (Tensor, "logsumexp", lambda x, w, y: (x @ w.t()).logsumexp(-1).mean()),
     "head": (F, "linear", lambda x, w, y: F.cross_entropy(F.linear(x, w), y)),
     "operator": (Tensor, "__matmul__", lambda x, w, y: F.cross_entropy(x @ w.t(), y)),
+    "reflected": (Tensor, "__rmul__", lambda x, w, y: F.cross_entropy(2 * F.linear(x, w), y)),
     "cap": (F, "tanh", lambda x, w, y: F.cross_entropy(F.tanh(x @ w.t()), y)),
 }
 

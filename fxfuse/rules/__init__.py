@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..algebra import ClassTensor, Entries, Head, Logits
 from ..compat import has_node
-from ..originals import original
+from ..originals import original_or_itself
 from ..readers import Reader
 from ..reasons import Reason, because
 from ..replay import ClassOp, RowOp
@@ -142,11 +142,11 @@ def _register(table: dict[Function, Rule], functions: tuple[Function, ...], make
         row = make(apply)
         for function in functions:
             if not isinstance(function, str):
-                table[original(function)] = row
+                table[original_or_itself(function)] = row
                 continue
             table[function] = row
             if hasattr(torch.Tensor, function):
-                table[original(getattr(torch.Tensor, function))] = row
+                table[original_or_itself(getattr(torch.Tensor, function))] = row
         return apply
 
     return decorate
@@ -178,7 +178,7 @@ def rule(
 
     def make(apply: Callable[..., Any]) -> Rule:
         own = _after_call(apply)
-        signature = inspect.signature(original(like)) if like else own
+        signature = inspect.signature(original_or_itself(like)) if like else own
         return Rule(apply, signature, tracked, frozenset(own.parameters), reads, keeps_classes, takes_parts)
 
     def decorate(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +195,7 @@ def head(
 
     def make(apply: Callable[..., Any]) -> Rule:
         own = _after_call(apply)
-        signature = inspect.signature(original(like)) if like else own
+        signature = inspect.signature(original_or_itself(like)) if like else own
         return Rule(apply, signature, (), frozenset(own.parameters))
 
     return _register(HEADS, functions, make)
