@@ -347,13 +347,14 @@ class _Wrapper(torch.nn.Module):
 
 
 def test_modules_are_named_within_others_that_look_attributes_up() -> None:
-    model = Model(lambda m, x, y: sum(ce(head(x), y) for head in (m.lm_head, *m.heads)))
+    model = Model(lambda m, x, y: sum(ce(head(x), y) for head in (m.lm_head, *m.heads, m.named["a-b"])))
     model.heads = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(8, 65)])
+    model.named = torch.nn.ModuleDict({"a-b": torch.nn.Linear(8, 66)})
     since = len(journal)
     torch.compile(_Wrapper(_Wrapper(model)), backend="fxfuse", options=OPTIONS)(ids())
     within = "model.default.model.default."
     assert [site.module for site in journal.report(since)] == [
-        f"{within}{n}" for n in ("lm_head", "heads.0", "heads.1")
+        f"{within}{n}" for n in ("lm_head", "heads.0", "heads.1", "named.a-b")
     ]
 
 

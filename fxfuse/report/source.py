@@ -22,7 +22,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
 _OWN = str(Path(__file__).parent.parent) + os.sep
 # Dynamo looks up submodules in ``__dict__`` where a module has a ``__getattr__`` of its own, as PEFT's have.
-_MODULE_PART = re.compile(r"\.(?:__dict__\[')?_?(?:modules|parameters|buffers)(?:'\])?\['?([^\]']+)'?\]|\.(\w+)")
+_MODULE_PART = re.compile(r"\.(?:__dict__\[')?_?(?:modules|parameters|buffers)(?:'\])?\['?([^\]']+)'?\]|\.([^.\[\]]+)")
 
 
 def location(node: Node) -> str | None:
