@@ -26,7 +26,7 @@ def dlogits_kernel(
     g_class_sum,  # [rows] float32, or None
     g_entropy,  # [rows] float32, or None
     entropy,  # [rows] float32, or None
-    expectation,  # [rows] float32, or None: of the logits, where these are not far above or below 0
+    expectation,  # [rows] float32, or None: taken in the place of the entropy
     factor,  # [1] float32, or None for 1
     dz,  # [rows, padded], out
     scale,
@@ -104,7 +104,7 @@ def dlogits_kernel(
     p = exponential(log_p) if dz.dtype.element_ty == tl.float32 else tl.exp(log_p)
     g = row_g[:, None] * p
     if g_entropy is not None:
-        # Both are the same, but lse and entropy may be far larger than the difference, as logits may be themselves.
+        # The same number: where logits are small, lse and entropy are far larger than it, and so are their roundings.
         if expectation is not None:
             above = z - tl.load(expectation + row, mask=in_rows, other=0.0)[:, None]
         else:
