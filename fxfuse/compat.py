@@ -17,6 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._compile import _disable_dynamo
 from torch._guards import CompileContext
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -302,7 +303,7 @@ def schemas(target: Any) -> list[Any] | None:
 def operator_tags(name: str) -> frozenset[torch.Tag] | None:
     """The tags that any overload of PyTorch's operator of that name has, or None if there is no such operator."""
     packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return None
     return frozenset(tag for overload in packet.overloads() for tag in getattr(packet, overload).tags)
 

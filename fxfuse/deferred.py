@@ -25,7 +25,7 @@ from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
 from .lazy import Described, parts_of, used_on
 from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, hooks_as_called_outside, plain_of
-from .mutation import INPLACE_METHODS
+from .mutation import is_inplace_name
 from .origin import locked, working
 from .originals import original, original_or_itself
 from .reading import heads_for, read
@@ -207,7 +207,7 @@ def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _writes_to_logits(func: Any, args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
-    in_place = name in {*INPLACE_METHODS, "__set__"} or (name.endswith("_") and not name.endswith("__"))
+    in_place = name == "__set__" or is_inplace_name(name)
     written = (args[:1] if in_place else (), kwargs.get("out"))
     return any(isinstance(t, DeferredLogits) for t in tree_iter(written))
 

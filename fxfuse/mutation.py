@@ -23,7 +23,7 @@ _INPLACE_OPERATORS = frozenset(
         *(operator.ilshift, operator.irshift, operator.iconcat, operator.setitem),
     )
 )
-INPLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)
+_INPLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)
 # Functions that update buffers which they are given, with nothing in their name or schema to tell.
 _UPDATING = ("batch_norm", "instance_norm")
 _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
@@ -76,8 +76,8 @@ def storages(node: Node) -> set[int]:
     return found - {None}  # type: ignore[return-value]
 
 
-def _is_inplace_name(name: str) -> bool:
-    return name in INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
+def is_inplace_name(name: str) -> bool:
+    return name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
 
 
 class Writes(NamedTuple):
@@ -95,7 +95,7 @@ def writes(node: Node) -> Writes:
     written = [n for n in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(n, Node)]
     first = [n for n in node.args[:1] if isinstance(n, Node)]
     if node.op == "call_method":
-        return Writes(written + first if _is_inplace_name(str(node.target)) else written)
+        return Writes(written + first if is_inplace_name(str(node.target)) else written)
     if node.op != "call_function":
         return Writes(node.all_input_nodes, certain=False)
     if node.target in _INPLACE_OPERATORS:
@@ -106,7 +106,7 @@ def writes(node: Node) -> Writes:
     if found is not None:
         return Writes(node.all_input_nodes if any(schema.is_mutable for schema in found) else written)
     name = getattr(node.target, "__name__", "")
-    if _is_inplace_name(name) or any(part in name for part in _UPDATING) or _asks_for_inplace(node):
+    if is_inplace_name(name) or any(part in name for part in _UPDATING) or _asks_for_inplace(node):
         return Writes(node.all_input_nodes)
     return Writes(written) if is_pure(node.target) else Writes(node.all_input_nodes, certain=False)
 

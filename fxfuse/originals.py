@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from . import compat, errors
+from .report.source import OWN, TORCH
 
-_FOLDERS = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
 _OWN_MODULES = ("torch", "builtins", "operator", "_operator", "math")
-_OWN_OPERATORS = ("aten::", "prims::", "prim::", "fxfuse::")
+_OWN_OPERATORS = ("aten.", "prims.", "prim.", "fxfuse.")
 
 
 def is_own(function: Any) -> bool:
@@ -32,7 +30,7 @@ def is_own(function: Any) -> bool:
     for _ in range(20):  # as many as nobody wraps around each other
         if type(function) is not FunctionType:
             return _is_made_in_c(function)
-        if not function.__code__.co_filename.startswith(_FOLDERS):
+        if not function.__code__.co_filename.startswith((OWN, TORCH)):
             return False
         if "__wrapped__" not in vars(function):
             return True
@@ -41,8 +39,8 @@ def is_own(function: Any) -> bool:
 
 
 def _is_made_in_c(function: Any) -> bool:
-    if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return str(getattr(function, "_qualified_op_name", None) or function.name()).startswith(_OWN_OPERATORS)
+    if isinstance(function, (compat.OpOverload, compat.OpOverloadPacket)):
+        return str(function).startswith(_OWN_OPERATORS)
     if type(function) is BuiltinFunctionType or isinstance(function, type):  # extensions' are such, too
         return (function.__module__ or "torch").split(".")[0] in _OWN_MODULES
     return type(function).__module__ == "builtins" and type(function) is not MethodType
@@ -84,7 +82,8 @@ def _behind(function: Any, homes: list[Any]) -> dict[Callable[..., Any], str]:
 @functools.cache
 def _own(home: Any, name: str) -> Callable[..., Any] | None:
     """PyTorch's function of that name."""
-    if is_own(known := _AT_FIRST[home].get(name)) and known is not None:
+    known = _AT_FIRST[home].get(name)
+    if known is not None and is_own(known):
         return known
     # There was another when fxfuse was imported, which has PyTorch's somewhere, or nothing would ask for it.
     module, beneath = compat.HOMES[home]

@@ -1347,7 +1347,6 @@ def test_writes_beside_another_subclass(device: str) -> None:
         written[..., 1] = torch.ones(written.shape[:-1], dtype=z.dtype, device=device).as_subclass(_Other)
         before = written
         written *= torch.full((VOCAB,), 2.0, dtype=z.dtype, device=device).as_subclass(_Other)
-        assert before is z or before is expected
         torch.testing.assert_close(_plain(written), _plain(before), rtol=0, atol=0)
     torch.testing.assert_close(z * 1, expected)
     torch.add(expected, torch.ones(VOCAB, device=device).as_subclass(_Other), out=z)

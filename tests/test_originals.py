@@ -91,7 +91,8 @@ def test_hooks_and_gradients(device: str) -> None:
         return seen
 
     with replaced(Tensor, "register_hook"), replaced(torch.autograd, "backward"), replaced(Tensor, "backward"):
-        expected, actual = (program(world.z, world.y) for world in map(kind_of(device), (World, DeferredWorld)))
+        worlds = World.make(device=device), DeferredWorld.make(device=device)
+        expected, actual = (program(world.z, world.y) for world in worlds)
     torch.testing.assert_close([t * 1 for t in actual], expected)
     for home, name, ask in (
         (Tensor, "register_hook", lambda z, loss: z.register_hook(print)),
@@ -120,25 +121,14 @@ def test_objects_that_were_frozen(device: str) -> None:
         gc.unfreeze()
 
 
-def kind_of(device: str) -> Callable[[type[World]], World]:
-    return lambda kind: kind.make(device=device)
-
-
-def test_one_function_for_several() -> None:
-    def ours(z: Tensor, *args: Any) -> Tensor:
-        return torch.logsumexp(z, -1)
-
-    z = DeferredWorld.make().z
+def test_one_function_for_two_that_are_one() -> None:
+    """Of ``torch`` itself nothing asks by its name. What stands for two others raises: ``test_errors.py``."""
+    theirs = torch._C.TensorBase.logsumexp
+    world, plain = DeferredWorld.make(), World.make()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "logsumexp", ours)
-        patch.setattr(torch, "logsumexp", torch.logsumexp)  # nothing asks for this one by its name
-        assert z.logsumexp(-1).shape == z.shape[:-1]
-        theirs, also = torch._C.TensorBase.argmax, torch._C.TensorBase.argmin
-        patch.setattr(Tensor, "argmax", lambda z: theirs(z))
-        patch.setattr(Tensor, "argmin", Tensor.argmax)
-        with pytest.raises(fxfuse.FxfuseError):
-            z.argmax()
-        assert also(torch.ones(2)) == 0
+        patch.setattr(Tensor, "logsumexp", lambda z, dim: theirs(z, dim) * 3)
+        patch.setattr(torch, "logsumexp", Tensor.logsumexp)
+        torch.testing.assert_close(world.z.logsumexp(-1), plain.z.logsumexp(-1))
 
 
 def test_a_method_of_the_programs_own() -> None:

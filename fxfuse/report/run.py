@@ -16,6 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from .. import compat
+from .source import OWN
 
 # TORCH_COMPILE_OVERRIDE_BACKENDS, from torch 2.13 on, would not do: it replaces the backend of a graph whoever compiles
 # it, torch itself included, and drops its options.
@@ -23,8 +24,6 @@ from .. import compat
 # part of how they work. Of torch's own modules only these hand on what the script asked for. fxfuse itself compiles
 # what it measures, with and without itself.
 _TORCH_FRONT_DOORS = ("torch.compiler", "torch.nn.modules.module")
-
-_OWN = str(Path(__file__).parent.parent) + os.sep
 
 
 # --- programs -------------------------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ def run(program: Program, args: Sequence[str]) -> tuple[dict[str, Any], BaseExce
 def own_frames_dropped(error: BaseException) -> BaseException:
     """What a program raised, with no frames in its traceback but those from the program's first one on."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((_OWN, "<frozen ")):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((OWN, "<frozen ")):
         frames = frames.tb_next
     return error.with_traceback(frames)
 

@@ -19,8 +19,8 @@ from torch.fx import Node
 from ..compat import dynamo_source
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
-_OWN = str(Path(__file__).parent.parent) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
+OWN = str(Path(__file__).parent.parent) + os.sep
 # Dynamo looks up submodules in ``__dict__`` where a module has a ``__getattr__`` of its own, as PEFT's have.
 _MODULE_PART = re.compile(r"\.(?:__dict__\[')?_?(?:modules|parameters|buffers)(?:'\])?\['?([^\]']+)'?\]|\.([^.\[\]]+)")
 
@@ -33,7 +33,7 @@ def location(node: Node) -> str | None:
 
 def innermost(frames: Iterable[tuple[str, Any]]) -> str:
     """``file.py:line`` of the last of ``frames`` that is outside of PyTorch; empty if there is none."""
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)]
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
@@ -50,7 +50,7 @@ def caller() -> str:
     if _compiled_from.get():
         return _compiled_from.get()
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN, "<")):
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, OWN, "<")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
