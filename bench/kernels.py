@@ -55,9 +55,9 @@ class Kernels:
         self.e = self.made.kept.e[:, :vocab]
         self.d_input = call.input_sum(torch.zeros_like(x), 1, self.rows.most)
         self.d_weight = call.weight_sum(torch.zeros_like(w), self.rows.chunks)
-        self.stats_rows = call.stats_rows(listed, call.stats_tile(self.stats))
-        self.gathered = call.empty(self.stats_rows.most, hidden, dtype=x.dtype)
-        call.gather(self.stats_rows, 0, self.gathered)
+        self.window = call.stats_windows(listed, self.stats)[0]
+        self.gathered = call.empty(self.window.most, hidden, dtype=x.dtype)
+        call.gather(self.window, 0, self.gathered)
 
     def chunks(self) -> list[slice]:
         """The rows of each chunk, as ``kernels.hopper.schedule.chunk_bounds`` has them."""
@@ -66,7 +66,7 @@ class Kernels:
         return [slice(start, min(stop, self.call.rows)) for start, stop in itertools.pairwise(starts)]
 
     def statistics(self) -> None:
-        self.call.stats_of(self.stats_rows, 0, self.gathered, self.stats)
+        self.call.stats_of(self.window, self.gathered, self.stats)
 
     def exponentials(self) -> None:
         self.made.make(0, self.scratch)
@@ -112,7 +112,7 @@ def measure(shape: tuple[int, int, int], clock: Clock) -> dict[str, Any]:
     chunks = [products(rows) for rows in k.chunks()]
     at_once, in_chunks = products(slice(0, call.rows)), list(itertools.chain(*chunks))
     row: dict[str, Any] = {"shape": "×".join(map(str, shape)), "rows": k.rows.most, "chunks": k.rows.chunks}
-    row["statistics"] = clock.ratio(k.statistics, products(slice(0, min(k.stats_rows.most, call.rows)))[0])[0]
+    row["statistics"] = clock.ratio(k.statistics, products(slice(0, min(k.window.most, call.rows)))[0])[0]
     row["exponentials"] = clock.ratio(k.exponentials, chunks[0][0])[0]
     row["dX"] = clock.ratio(k.input_product, chunks[0][1])[0]
     row["dW"] = clock.ratio(k.weight_product, chunks[k.middle][2])[0]

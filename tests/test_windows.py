@@ -72,25 +72,28 @@ def test_the_rest_of_the_classes(ends: tuple[int, ...], cut: tuple[int, ...]) ->
     assert windows.split_rest(slices(ends)) == slices(cut)
 
 
-@pytest.mark.parametrize("rows", [65, 512, 1100, 4096, 16384, 16385])
-@pytest.mark.parametrize(("hidden", "vocab"), [(2048, 32000), (4096, 128256), (2304, 256000), (16384, 128256)])
-def test_tiles_of_statistics(rows: int, hidden: int, vocab: int) -> None:
-    """Those of which the chunks of all rows take fewer rows of tiles in all, by and large; within the bytes."""
-    row_bytes, processors = 2 * hidden, 132
+@pytest.mark.parametrize("rows", [1, 65, 512, 1100, 4096, 16384, 16385, 100_000])
+@pytest.mark.parametrize(
+    ("hidden", "vocab"), [(768, 50257), (2048, 32000), (4096, 128256), (2304, 256000), (16384, 100)]
+)
+@pytest.mark.parametrize("choices", [tiles.MAXIMA_AND_SUMS, (tiles.TAKING_TURNS["stats"],), (tiles.SHARED,)])
+def test_windows_of_statistics(rows: int, hidden: int, vocab: int, choices: tuple[tiles.Tile, ...]) -> None:
+    """All rows, within the bytes, the largest first; in no more time than the same window over and over again."""
 
-    def walked(tile: tiles.Tile) -> int:
-        most = tiles.rows_of_stats(tile, rows, row_bytes, processors)
-        assert most % tile.rows == 0 and (most == tile.rows or most * row_bytes <= tiles.STATS_BYTES)
-        assert most >= rows or processors % (most // tile.rows) == 0
-        blocks, chunks = tiles.cdiv(rows, tile.rows), tiles.cdiv(rows, most)
-        at = [blocks * chunk // chunks for chunk in range(chunks + 1)]
-        lanes = [processors // (end - start) for start, end in itertools.pairwise(at)]
-        return sum(tiles.cdiv(tiles.cdiv(vocab, tile.vocab), count) for count in lanes) * tile.rows
+    def time(tile: tiles.Tile, blocks: int) -> float:
+        return tiles._time_of_stats(tile, blocks, hidden, vocab, processors)
 
-    larger, smaller = tiles.MAXIMA_AND_SUMS
-    found = tiles.of_maxima_and_sums(rows, row_bytes, vocab, processors)
-    assert walked(found) <= 1.04 * min(walked(larger), walked(smaller))
-    assert found == larger or walked(larger) > walked(smaller)
+    processors, most = 132, tiles.STATS_BYTES // (2 * hidden)
+    windows = [(tile, size // tile.rows) for tile, size in tiles.windows_of_stats(choices, rows, hidden, 2, vocab, 132)]
+    sizes = [blocks * tile.rows for tile, blocks in windows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(blocks == 1 or blocks * tile.rows <= most for tile, blocks in windows)
+    assert sum(sizes) >= rows and sum(sizes[:-1]) < rows
+    total = sum(time(*window) for window in windows)
+    for tile in choices:
+        for blocks in range(1, max(1, most // tile.rows) + 1):
+            whole, rest = divmod(tiles.cdiv(rows, tile.rows), blocks)
+            assert total <= (whole * time(tile, blocks) + (time(tile, rest) if rest else 0)) * 1.01
 
 
 @pytest.mark.parametrize("rows", [65, 2432, 4096, 16384, 16385, 32768])

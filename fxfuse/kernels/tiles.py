@@ -147,8 +147,9 @@ MOST_COLUMNS = 1.12
 # that many rows more; but fewer may fill the device better.
 MAXIMA_AND_SUMS = (TOGETHER["stats"], Tile(128, 256, 64, 4, 4, takes_turns=True, together=True))
 TILE_COST = 12  # rows
-# What the gathered rows of a chunk of statistics may take.
-STATS_BYTES = 12 << 20
+# What the gathered rows of a window of statistics may take, and what a window costs beside its products, as
+# multiplications and additions of one program: some 10 us of small kernels and of its own beginning and end.
+STATS_BYTES, WINDOW_COST, READ_COST = 12 << 20, 1e8, 1.4
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536
 NARROW_INPUT = Tile(128, 128, 64, 8, 4)
@@ -275,29 +276,54 @@ def chunks_of_exponentials(
     return min(range(least, largest + 1), key=time)
 
 
-def rows_of_stats(tile: Tile, rows: int, row_bytes: int, processors: int) -> int:
-    """Rows in a chunk of statistics: as many as fit the bytes, in a number of blocks that divides the programs."""
-    programs = processors * tile.slots
-    most = min(max(1, STATS_BYTES // (row_bytes * tile.rows)), programs)
-    even = next(blocks for blocks in range(most, 0, -1) if programs % blocks == 0)
-    return min(even, cdiv(rows, tile.rows)) * tile.rows
-
-
 @functools.lru_cache(maxsize=1024)
-def of_maxima_and_sums(rows: int, row_bytes: int, vocab: int, processors: int) -> Tile:
-    """The shared tile in which maxima and sums of so many rows of logits take the least time."""
+def windows_of_stats(
+    choices: tuple[Tile, ...], rows: int, hidden: int, element_bytes: int, vocab: int, processors: int
+) -> tuple[tuple[Tile, int], ...]:
+    """The windows, as (tile, rows), in which statistics of so many rows of logits take the least time, by and large.
 
-    def waves(tile: Tile, row_blocks: int) -> int:
-        lanes = max(1, processors // max(1, row_blocks))
-        return cdiv(cdiv(vocab, tile.vocab), lanes)
+    A window has as many programs for each block of its rows as there are, each with a lane of the vocabulary, and waits
+    for the longest: so some numbers of blocks leave fewer without work than others. Windows that are best for their
+    rows come first, and then those that are best for the rest.
+    """
+    unit = math.gcd(*(tile.rows for tile in choices))
+    windows = []
+    for tile in choices:
+        programs, most = processors * tile.slots, max(1, STATS_BYTES // (hidden * element_bytes * tile.rows))
+        # As many blocks as may have so many lanes each.
+        for blocks in sorted({min(programs // lanes, most) for lanes in range(1, programs + 1)}):
+            time = _time_of_stats(tile, blocks, hidden, vocab, processors)
+            windows.append(_WindowOfStats(time, blocks * tile.rows // unit, tile))
+    best = min(windows, key=lambda window: window.time / window.units)
+    units = cdiv(rows, unit)
+    cut = [best] * max(0, cdiv(units, best.units) - 3)
+    units -= len(cut) * best.units
+    # What the last so many units take, and the first window of these.
+    times, first = [0.0], [best]
+    for rest in range(1, units + 1):
+        window = min(windows, key=lambda window: window.time + times[max(0, rest - window.units)])
+        times.append(window.time + times[max(0, rest - window.units)])
+        first.append(window)
+    while units > 0:
+        cut.append(first[units])
+        units -= first[units].units
+    # The largest first: of fewer rows than these, as only the device may know, the first windows have as many as fit.
+    cut.sort(key=lambda window: -window.units)
+    return tuple((window.tile, window.units * unit) for window in cut)
 
-    def time(tile: Tile) -> int:
-        chunks = cdiv(rows, rows_of_stats(tile, rows, row_bytes, processors))
-        each, larger = divmod(cdiv(rows, tile.rows), chunks)  # as ``hopper.schedule.chunk_bounds`` cuts them
-        total = larger * waves(tile, each + 1) + (chunks - larger) * waves(tile, each)
-        return total * (tile.rows + TILE_COST)
 
-    return min(MAXIMA_AND_SUMS, key=time)
+class _WindowOfStats(NamedTuple):
+    time: float
+    units: int  # of rows
+    tile: Tile
+
+
+def _time_of_stats(tile: Tile, blocks: int, hidden: int, vocab: int, processors: int) -> float:
+    """What a window of so many blocks of rows takes, as multiplications and additions of one processor."""
+    lanes = max(1, processors * tile.slots // blocks)
+    width = tile.vocab * (2 if tile.takes_turns and not tile.together else 1)  # what two warpgroups have
+    waves = cdiv(cdiv(vocab, width), lanes) * tile.slots
+    return math.hypot(waves * (tile.rows + TILE_COST) * width * hidden, READ_COST * vocab * hidden) + WINDOW_COST
 
 
 def takes_turns(kernel: str, input: Tensor) -> bool:

@@ -41,6 +41,12 @@ def chunk_bounds(count, chunk, most, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def window_bounds(count, first, most):
+    """(first row, number of rows) of a window of ``most`` of ``count`` rows; none where it lies past the end."""
+    return first, tl.maximum(tl.minimum(count - first, most), 0)
+
+
+@triton.jit
 def chunk_of(row, count, most, BLOCK: tl.constexpr):
     """The chunk that has a row, of those in ``chunk_bounds``."""
     each, larger = _chunk_blocks(count, most, BLOCK)

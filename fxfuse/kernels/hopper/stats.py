@@ -1,4 +1,4 @@
-"""Row statistics of a chunk of listed rows, from logits that need not be stored: a fused product, then a merge.
+"""Row statistics of a window of listed rows, from logits that need not be stored: a fused product, then a merge.
 
 Each program walks a lane of the vocabulary for a block of rows and keeps, per row, the maximum m and the sum s of
 exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The lanes of a row are merged by rescaling each s to the
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from ..stats import LAST, finite_or_zero, first_best, rescale, rescaled_moment
-from .schedule import LOG2E, begin, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
+from .schedule import LOG2E, begin, exponent, left_and_right, log_of_sum, logits_of, product_tile, window_bounds
 
 
 @triton.jit
 def lanes_of(rows, programs, BM: tl.constexpr):
-    """(row blocks, lanes of the vocabulary) of a chunk, so that a program each fills the device."""
+    """(row blocks, lanes of the vocabulary) of a window, so that a program each fills the device."""
     row_blocks = tl.maximum(tl.cdiv(rows, BM), 1)
     return row_blocks, tl.maximum(programs // row_blocks, 1)
 
@@ -54,7 +54,7 @@ def online(z, m, s, t, argmax, col, vocab, EVEN_VOCAB: tl.constexpr, MOMENT: tl.
     return m_new, s * rescale(m, m_new) + tile_sum, t, argmax
 
 
-@triton.jit(do_not_specialize=["chunk", "most", "programs"])
+@triton.jit(do_not_specialize=["first", "most", "programs"])
 def stats_kernel(
     x,  # descriptor of [most, D]
     w,  # descriptor of [V, D], or of [D, V] if TRANSPOSED
@@ -68,7 +68,7 @@ def stats_kernel(
     part_moment,  # the same, or None: the sums t
     part_argmax,  # the same in int32, or None
     scale,
-    chunk,
+    first,
     most,
     vocab,
     hidden,
@@ -81,12 +81,11 @@ def stats_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    ROWS: tl.constexpr,
     FLATTEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    start, rows = window_bounds(tl.load(length), first, most)
     row_blocks, lanes = lanes_of(rows, programs, BM)
     columns = tl.cdiv(vocab, BN)
     row_block, lane = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
@@ -128,7 +127,7 @@ def stats_kernel(
         tl.store(part_argmax + part, argmax)
 
 
-@triton.jit(do_not_specialize=["chunk", "most", "vocab", "indexed", "programs"])
+@triton.jit(do_not_specialize=["first", "most", "vocab", "indexed", "programs"])
 def merge_kernel(
     part_max,  # [row blocks, lanes * PARTS, BM] float32
     part_sum,
@@ -147,7 +146,7 @@ def merge_kernel(
     entropy,  # [N] float32, out, or None
     top,  # [N] float32, out, or None
     argmax,  # [N] int64, out, or None
-    chunk,
+    first,
     most,
     vocab,
     indexed,
@@ -156,11 +155,10 @@ def merge_kernel(
     BM: tl.constexpr,
     BLOCK_LANES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
+    start, rows = window_bounds(tl.load(length), first, most)
     if tl.program_id(0) * BLOCK_ROWS >= rows:
         return
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -171,8 +169,8 @@ def merge_kernel(
     source = tl.load(order + start + row, mask=there, other=0).to(tl.int64)
 
     m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    for first in range(0, lanes, BLOCK_LANES):
-        lane = first + tl.arange(0, BLOCK_LANES)
+    for first_lane in range(0, lanes, BLOCK_LANES):
+        lane = first_lane + tl.arange(0, BLOCK_LANES)
         part = lane[:, None] * BM + first_part[None, :]
         inside = (lane < lanes)[:, None] & there[None, :]
         m = tl.maximum(m, tl.max(tl.load(part_max + part, mask=inside, other=float("-inf")), 0))
@@ -180,8 +178,8 @@ def merge_kernel(
     s = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     t = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    for first in range(0, lanes, BLOCK_LANES):
-        lane = first + tl.arange(0, BLOCK_LANES)
+    for first_lane in range(0, lanes, BLOCK_LANES):
+        lane = first_lane + tl.arange(0, BLOCK_LANES)
         part = lane[:, None] * BM + first_part[None, :]
         inside = (lane < lanes)[:, None] & there[None, :]
         their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))
@@ -208,8 +206,8 @@ def merge_kernel(
         tl.store(entropy + source, log_sum - t / s, mask=there)
     if argmax is not None:
         best = tl.full((BLOCK_ROWS,), LAST, dtype=tl.int32)
-        for first in range(0, lanes, BLOCK_LANES):
-            lane = first + tl.arange(0, BLOCK_LANES)
+        for first_lane in range(0, lanes, BLOCK_LANES):
+            lane = first_lane + tl.arange(0, BLOCK_LANES)
             part = lane[:, None] * BM + first_part[None, :]
             inside = (lane < lanes)[:, None] & there[None, :]
             their_m = tl.load(part_max + part, mask=inside, other=float("-inf"))

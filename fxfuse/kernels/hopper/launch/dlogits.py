@@ -8,7 +8,7 @@ from ....ops.contract import Upstream
 from ... import tiles
 from ..dlogits import correct_kernel, dlogits_kernel, scattered_dlogits_kernel
 from ..exponentials import add_class_sums_kernel, exponentials_kernel, finish_kernel
-from .operands import Bad, Rows, Stats, describe, describe_stored, kernel_for, rows_at_a_time
+from .operands import Bad, Listed, Rows, Stats, describe, describe_stored, kernel_for, rows_at_a_time
 from .statistics import Statistics
 
 
@@ -103,9 +103,10 @@ class GradientsOfLogits(Statistics):
             num_warps=8,
         )
         # Where there are no bad rows, these launches find that out.
-        again = Rows(bad.order, bad.length[chunk], rows.most, 1, rows.block)
+        again = Listed(bad.order, bad.length[chunk])
         # Class sums do not depend on offsets.
-        self.stats_of(again, 0, bad.gathered, out._replace(class_sum=self.empty(0)))
+        statistics = out._replace(class_sum=self.empty(0))
+        self.stats_of(self.stats_window(again, rows.most, statistics), bad.gathered, statistics)
         tile = tiles.described("dlogits", self.input, turns=False)
         self.launch(
             self.signature,

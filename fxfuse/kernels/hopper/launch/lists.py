@@ -8,7 +8,7 @@ from torch import Tensor
 from ....ops.contract import Coefficients, Upstream
 from ... import tiles
 from ..rows import gather_kernel, list_flagged_kernel, list_kernel, pick_kernel
-from .operands import Described, Listed, Rows
+from .operands import Described, Listed, Rows, Window
 
 # Rows that a program lists, and rows before them that it counts at a time.
 LISTED, COUNTED = 1024, 4096
@@ -67,7 +67,7 @@ class Lists(Described):
 
     def gather(
         self,
-        rows: Rows,
+        rows: Rows | Window,
         chunk: int,
         gathered: Tensor,
         picked: Tensor | None = None,
@@ -76,7 +76,11 @@ class Lists(Described):
         bias_sum: Tensor | None = None,
         class_sum: Tensor | None = None,
     ) -> None:
-        """Copy a chunk's rows of the input to ``gathered``; their offsets and class sums, where these are given."""
+        """Copy a chunk's rows of the input to ``gathered``; their offsets and class sums, where these are given.
+
+        A window is one chunk, 0.
+        """
+        at, block = (rows.first, rows.tile.rows) if isinstance(rows, Window) else (chunk, rows.block)
         self.launch(
             self.signature,
             gather_kernel,
@@ -92,14 +96,15 @@ class Lists(Described):
             bias_sum,
             class_sum if row_sum is not None else None,
             self.scale,
-            chunk,
+            at,
             rows.most,
             self.vocab,
             self.hidden,
             self.index.shape[1],
             *self.input.stride(),
             BLOCK=min(tiles.next_power_of_2(self.hidden), 4096),
-            ROWS=rows.block,
+            ROWS=block,
+            WINDOW=isinstance(rows, Window),
             num_warps=4,
         )
 

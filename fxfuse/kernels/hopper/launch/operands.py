@@ -36,6 +36,16 @@ class Rows(NamedTuple):
     block: int  # rows that every chunk but the last has a multiple of, and the last is filled up to
 
 
+class Window(NamedTuple):
+    """The rows of a list from the ``first`` on, ``most`` or those that there are, in tiles of one kind."""
+
+    order: Tensor
+    length: Tensor
+    first: int
+    most: int  # a multiple of the tile's rows
+    tile: tiles.Tile
+
+
 class Stats(NamedTuple):
     """The statistics of the contract, which kernels fill in row by row; of no rows those that are not asked for."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -11,28 +13,29 @@ from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
 from ..stats import merge_kernel, stats_kernel
 from .lists import Lists
-from .operands import Listed, Rows, Stats, describe, describe_stored, kernel_for, rows_at_a_time
+from .operands import Listed, Stats, Window, describe, describe_stored, kernel_for, rows_at_a_time
 
 
 class Statistics(Lists):
-    def stats_tile(self, out: Stats, stored: Tensor | None = None) -> tiles.Tile:
-        """The tile of ``stats_of``."""
+    def _stats_tiles(self, out: Stats, stored: Tensor | None = None) -> tuple[tiles.Tile, ...]:
+        """The tiles that ``stats_of`` may have for such statistics."""
         more = any(t.numel() for t in (out.class_sum, out.entropy, out.top))
         plain = not self.transform and not more
         tile = tiles.described("stats" if stored is None else "stored", self.input, short=plain)
-        if tile.together:
-            tile = tiles.of_maxima_and_sums(self.rows, self._row_bytes, self.vocab, self.programs)
-        return tile
+        return tiles.MAXIMA_AND_SUMS if tile.together else (tile,)
 
-    @property
-    def _row_bytes(self) -> int:
-        return self.hidden * self.input.element_size()
+    def stats_window(self, listed: Listed, most: int, out: Stats) -> Window:
+        """All listed rows as one window, of so many at most."""
+        tile = self._stats_tiles(out)[0]
+        return Window(*listed, 0, self.whole_blocks(most, tile.rows), tile)
 
-    def stats_rows(self, listed: Listed, tile: tiles.Tile) -> Rows:
-        """The listed rows in chunks for ``stats_of`` with such a tile."""
-        block = tile.rows if tile.together else self.row_block
-        most = tiles.rows_of_stats(tile, self.rows, self._row_bytes, self.programs)
-        return self.cut(listed, self.whole_blocks(most, block), block)
+    def stats_windows(self, listed: Listed, out: Stats, stored: Tensor | None = None) -> list[Window]:
+        """The listed rows in windows for ``stats_of``."""
+        cuts = tiles.windows_of_stats(
+            self._stats_tiles(out, stored), self.rows, self.hidden, self.input.element_size(), self.vocab, self.programs
+        )
+        starts = itertools.accumulate((most for _, most in cuts), initial=0)
+        return [Window(*listed, first, most, tile) for first, (tile, most) in zip(starts, cuts, strict=False)]
 
     def stats(self, listed: Listed, out: Stats, stored: Tensor | None = None) -> None:
         """The statistics of the listed rows; see ``stats_of``."""
@@ -43,22 +46,21 @@ class Statistics(Lists):
         if out.class_sum.numel() and not self.transform and self.rows >= self.hidden:
             row_sum, bias_sum = self.weighted_sum(self.weight, self.class_weight), self.bias_sum()
             in_tiles = out._replace(class_sum=self.empty(0))
-        rows = self.stats_rows(listed, self.stats_tile(in_tiles, stored))
+        windows = self.stats_windows(listed, in_tiles, stored)
         self.pick(listed, out.picked)
-        gathered = self.empty(rows.most, self.hidden, dtype=self.input.dtype)
-        for chunk in range(rows.chunks):
-            self.gather(rows, chunk, gathered, row_sum=row_sum, bias_sum=bias_sum, class_sum=out.class_sum)
-            self.stats_of(rows, chunk, gathered, in_tiles, stored)
+        gathered = self.empty(max(window.most for window in windows), self.hidden, dtype=self.input.dtype)
+        for window in windows:
+            self.gather(window, 0, gathered, row_sum=row_sum, bias_sum=bias_sum, class_sum=out.class_sum)
+            self.stats_of(window, gathered, in_tiles, stored)
 
-    def stats_of(self, rows: Rows, chunk: int, gathered: Tensor, out: Stats, stored: Tensor | None = None) -> None:
-        """The statistics of a chunk.
+    def stats_of(self, window: Window, gathered: Tensor, out: Stats, stored: Tensor | None = None) -> None:
+        """The statistics of a window, whose rows were gathered.
 
         Its products are written to ``stored [N, V]``, if that is given: in the dtype of the operands, each row on 16
         bytes, and every row must be listed, in order. Logits are then made of what is written there.
         """
         optional = class_sum, entropy, top = [t if t.numel() else None for t in (out.class_sum, out.entropy, out.top)]
-        tile = self.stats_tile(out, stored)
-        most = rows.most
+        tile, most = window.tile, window.most
         programs = max(self.programs * tile.slots, tiles.cdiv(most, tile.rows))
         each = 2 if tile.takes_turns else 1  # parts that a program makes
         parts = iter(self.scratch(2 + 3 - optional.count(None), programs * each * tile.rows))
@@ -66,9 +68,10 @@ class Statistics(Lists):
         part_class_sum, part_moment, part_argmax = (None if t is None else next(parts) for t in optional)
         options = self.launch_options(tile)
         del options["GROUP"]
-        options |= {**self.logits_options(), "EVEN_VOCAB": self.vocab % tile.vocab == 0, "ROWS": rows.block}
+        del options["ROWS"]
+        options |= {**self.logits_options(), "EVEN_VOCAB": self.vocab % tile.vocab == 0}
         x = describe(gathered, tile, rows_at_a_time(tile), tile.hidden)
-        sizes = self.scale, chunk, most, self.vocab, self.hidden, programs
+        sizes = self.scale, window.first, most, self.vocab, self.hidden, programs
         if tile.together:
             w = self.described_weight(self.weight, tile, tile.vocab // 2, tile.hidden)
             del options["TRANSFORM"]
@@ -79,7 +82,7 @@ class Statistics(Lists):
                 x,
                 w,
                 self.bias,
-                rows.length,
+                window.length,
                 part_max,
                 part_sum,
                 *sizes,
@@ -97,7 +100,7 @@ class Statistics(Lists):
                 w,
                 None if stored is None else describe_stored(stored, tile),
                 self.bias,
-                rows.length,
+                window.length,
                 self.class_weight,
                 part_max,
                 part_sum,
@@ -117,8 +120,8 @@ class Statistics(Lists):
             part_moment,
             None if part_argmax is None else part_argmax.view(torch.int32),
             self.index,
-            rows.order,
-            rows.length,
+            window.order,
+            window.length,
             out.lse,
             out.residual,
             out.picked,
@@ -128,7 +131,7 @@ class Statistics(Lists):
             entropy,
             top,
             None if top is None else out.argmax,
-            chunk,
+            window.first,
             most,
             self.vocab,
             self.index.shape[1],
@@ -137,7 +140,6 @@ class Statistics(Lists):
             BM=tile.rows,
             BLOCK_LANES=64,
             BLOCK_ROWS=16,
-            ROWS=rows.block,
         )
 
     def bias_sum(self) -> Tensor | None:

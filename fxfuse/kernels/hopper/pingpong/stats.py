@@ -6,18 +6,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..schedule import begin, chunk_bounds, logits_of
+from ..schedule import begin, logits_of, window_bounds
 from ..stats import class_sum_of, lanes_of, online
 from .exponentials import store_half
 from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
 
 
 @gluon.jit
-def lane_of(
-    length, chunk, most, vocab, programs, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr
-):  # fmt: skip
+def lane_of(length, first, most, vocab, programs, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
     """(row block, row blocks, lane, lanes, columns of tiles) of this program; no columns for one with nothing to do."""
-    _, rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+    _, rows = window_bounds(gl.load(length), first, most)
     row_blocks, lanes = lanes_of(rows, programs, HEIGHT)
     row_block = gl.program_id(0) % row_blocks
     lane = gl.program_id(0) // row_blocks
@@ -27,10 +25,10 @@ def lane_of(
 
 @gluon.jit
 def _load(
-    x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    x, w, length, first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    row_block, _row_blocks, lane, lanes, columns = lane_of(length, chunk, most, vocab, programs, BLOCK, BLOCK, ROWS)
+    row_block, _row_blocks, lane, lanes, columns = lane_of(length, first, most, vocab, programs, BLOCK, BLOCK)
     load_tiles(
         x, w, None, x_tiles, w_tiles, None, full, empty, lane, columns, lanes, row_block, columns, 0, hidden, True,
         not TRANSPOSED, BK, 0, STAGES,
@@ -70,14 +68,14 @@ def _see(
 
 @gluon.jit
 def _walk(
-    stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, chunk,
+    stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, first,
     most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, WARPGROUP: gl.constexpr,
     SCALED: gl.constexpr, TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    row_block, _row_blocks, lane, lanes, columns = lane_of(length, chunk, most, vocab, programs, BLOCK, BLOCK, ROWS)
+    row_block, _row_blocks, lane, lanes, columns = lane_of(length, first, most, vocab, programs, BLOCK, BLOCK)
     steps = gl.cdiv(hidden, BK)
     m = gl.full([BLOCK], float("-inf"), gl.float32, by_row)
     s = gl.zeros([BLOCK], gl.float32, by_row)
@@ -85,7 +83,7 @@ def _walk(
     argmax = gl.zeros([BLOCK], gl.int32, by_row) + (lane + WARPGROUP * lanes) * BLOCK
     class_sum = gl.zeros([BLOCK], gl.float32, by_row)
     if stored is not None:
-        start, _rows = chunk_bounds(gl.load(length), chunk, most, ROWS)
+        start, _rows = window_bounds(gl.load(length), first, most)
     round = 0
     for column in range(lane + WARPGROUP * lanes, columns, 2 * lanes):
         z = multiply(
@@ -127,7 +125,7 @@ def _walk(
         gl.store(part_argmax + part, argmax, mask=some)
 
 
-@gluon.jit(do_not_specialize=["chunk", "most", "programs"])
+@gluon.jit(do_not_specialize=["first", "most", "programs"])
 def stats_kernel(
     x,  # descriptor of [most, D] in blocks [128, BK]
     w,  # descriptor of [V, D] in blocks [128, BK], or of [D, V] in [BK, 128] if TRANSPOSED
@@ -141,7 +139,7 @@ def stats_kernel(
     part_moment,  # the same, or None
     part_argmax,  # the same in int32, or None
     scale,
-    chunk,
+    first,
     most,
     vocab,
     hidden,
@@ -152,7 +150,6 @@ def stats_kernel(
     EVEN_VOCAB: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     begin(PDL)
@@ -164,17 +161,17 @@ def stats_kernel(
         [
             (_walk, (
                 stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale,
-                chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 0, SCALED, TRANSFORM,
-                TRANSPOSED, EVEN_VOCAB, BK, STAGES, ROWS,
+                first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 0, SCALED, TRANSFORM,
+                TRANSPOSED, EVEN_VOCAB, BK, STAGES,
             )),
             (_walk, (
                 stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale,
-                chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 1, SCALED, TRANSFORM,
-                TRANSPOSED, EVEN_VOCAB, BK, STAGES, ROWS,
+                first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 1, SCALED, TRANSFORM,
+                TRANSPOSED, EVEN_VOCAB, BK, STAGES,
             )),
             (_load, (
-                x, w, length, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
-                STAGES, ROWS,
+                x, w, length, first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,
+                STAGES,
             )),
         ],
         [4, 1],

@@ -18,12 +18,10 @@ from .stats import lane_of
 
 @gluon.jit
 def _load(
-    x, w, length, chunk, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty,
-    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    x, w, length, first, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty,
+    TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    row_block, row_blocks, lane, lanes, columns = lane_of(
-        length, chunk, most, vocab, programs, PARTS * PART, 2 * WIDTH, ROWS
-    )
+    row_block, row_blocks, lane, lanes, columns = lane_of(length, first, most, vocab, programs, PARTS * PART, 2 * WIDTH)
     slot = 0
     phase = 1  # every slot is empty at first
     misses = 0
@@ -37,13 +35,13 @@ def _load(
 
 @gluon.jit
 def _walk(
-    bias, length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
+    bias, length, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
     WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr,
-    PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     by_row: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row_block, _row_blocks, lane, lanes, columns = lane_of(
-        length, chunk, most, vocab, programs, PARTS * PART, 2 * WIDTH, ROWS
+        length, first, most, vocab, programs, PARTS * PART, 2 * WIDTH
     )
     steps = gl.cdiv(hidden, BK)
     m = nothing()
@@ -72,15 +70,15 @@ def _walk(
             m += (m_i,)
             s += (s_i,)
     # Two parts a lane: this warpgroup's is one of them.
-    first = ((row_block * lanes + lane) * 2 + WARPGROUP) * (PARTS * PART)
+    its_parts = ((row_block * lanes + lane) * 2 + WARPGROUP) * (PARTS * PART)
     for i in gl.static_range(PARTS):
-        part = first + i * PART + gl.arange(0, PART, layout=by_row)
+        part = its_parts + i * PART + gl.arange(0, PART, layout=by_row)
         some = part < gl.where(columns > 0, 2 * PARTS * PART * programs, 0)
         gl.store(part_max + part, m[i], mask=some)
         gl.store(part_sum + part, s[i], mask=some)
 
 
-@gluon.jit(do_not_specialize=["chunk", "most", "programs"])
+@gluon.jit(do_not_specialize=["first", "most", "programs"])
 def stats_together_kernel(
     x,  # descriptor of [most, D] in blocks [64, BK]
     w,  # descriptor of [V, D] in blocks [128, BK], or of [D, V] in [BK, 128] if TRANSPOSED
@@ -89,7 +87,7 @@ def stats_together_kernel(
     part_max,  # [row blocks, lanes, 2, rows of a tile] float32, out: at most [programs, 2, rows of a tile]
     part_sum,  # the same
     scale,
-    chunk,
+    first,
     most,
     vocab,
     hidden,
@@ -101,7 +99,6 @@ def stats_together_kernel(
     PARTS: gl.constexpr,  # of a tile's rows
     BK: gl.constexpr,
     STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     begin(PDL)
@@ -109,16 +106,16 @@ def stats_together_kernel(
     gl.warp_specialize(
         [
             (_walk, (
-                bias, length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
-                empty, 0, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES, ROWS,
+                bias, length, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+                empty, 0, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES,
             )),
             (_walk, (
-                bias, length, part_max, part_sum, scale, chunk, most, vocab, hidden, programs, x_tiles, w_tiles, full,
-                empty, 1, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES, ROWS,
+                bias, length, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+                empty, 1, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES,
             )),
             (_load, (
-                x, w, length, chunk, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty, TRANSPOSED,
-                PARTS, BK, STAGES, ROWS,
+                x, w, length, first, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty, TRANSPOSED,
+                PARTS, BK, STAGES,
             )),
         ],
         [4, 1],
