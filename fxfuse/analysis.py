@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from . import compat
+from . import compat, floats
 from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
 from .candidate import Candidate, unfit
 from .entries import Contents
@@ -27,7 +27,7 @@ from .readers import Beside, Reader, Whole
 from .reasons import Reason, because
 from .replay import RowOp
 from .report.source import function_name, location
-from .rules import IN_PLACE, TABLE, Call, Keep, heads_of, outcomes_of
+from .rules import IN_PLACE, TABLE, Call, Keep, Rule, heads_of, outcomes_of
 
 # Functions whose arguments say where they write.
 _AT_AN_INDEX = frozenset((operator.setitem, "index_fill_"))
@@ -207,7 +207,7 @@ class Analysis:
             call.keep("mutated" if written.certain else "unknown_reader")
         if key not in TABLE or (any(isinstance(value, tuple) for value in values) and not TABLE[key].takes_parts):
             call.keep("unknown_reader")
-        result = TABLE[key](call, self._fill(node.args), {k: self._fill(v) for k, v in node.kwargs.items()})
+        result = self._apply(TABLE[key], call, node.args, node.kwargs)
         given = tuple(value for value in values if isinstance(value, ClassTensor))
         outcomes = tuple(outcome for outcome, _ in outcomes_of(call, result, given))
         if node in self.whole:
@@ -220,6 +220,21 @@ class Analysis:
             self._note(node, replace(reader, source=replace(outcome, trail=outcome.trail[:-1])), values)
             return
         self._note(node, outcomes if isinstance(result, tuple) else outcomes[0], values)
+
+    def _apply(self, rule: Rule, call: Call, *arguments: Any) -> Any:
+        """What a rule makes of a call; of numbers as they are now, where it needs to know them.
+
+        Raises:
+            Keep: it refuses.
+        """
+        try:
+            return rule(call, *map(self._fill, arguments))
+        except Keep:
+            now, found = floats.as_they_are(arguments)
+            if not found:
+                raise
+        result = rule(call, *map(self._fill, now))
+        return result if floats.stay(found) else call.keep("changing_number")
 
     def _need(self, node: Node, reason: Reason) -> None:
         """Note that all of what ``node`` is made of is needed, if that is probabilities."""
@@ -296,9 +311,9 @@ class Analysis:
                 call.keep("mutated", f"{call.name}, through a view,")
             if value.requires_grad != whole.requires_grad:  # the values of one change, but not its gradients
                 call.keep("mutated", f"{call.name}, through a detached view,")
-            args = (value, *self._fill(node.args[1:]))
             viewed = self._call(node, example_of(view))
-            ((become[view], _),) = outcomes_of(viewed, IN_PLACE[called(node)](viewed, args, node.kwargs))
+            made = self._apply(IN_PLACE[called(node)], viewed, (view, *node.args[1:]), node.kwargs)
+            ((become[view], _),) = outcomes_of(viewed, made)
         self._note(node, become[target], values)
         for view, value in become.items():
             self._values[view] = value
@@ -336,6 +351,8 @@ class Analysis:
             return self._values.get(argument, argument)
         if isinstance(argument, (tuple, list)):
             return type(argument)(self._fill(a) for a in argument)
+        if isinstance(argument, dict):
+            return {name: self._fill(a) for name, a in argument.items()}
         return argument
 
     def _follow(self, node: Node, candidate: Candidate) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from .recompute import keep_what_is_read
 from .rehearsal import Rehearsals
 from .report import announce
 from .report.captured import captured
-from .report.records import Watched, journal
+from .report.records import Site, Watched, journal
 
 journal.listeners.append(announce)
 
@@ -64,40 +64,50 @@ def fxfuse(
         watchers = [watcher() for watcher in journal.watchers]
         sites, escapes, apart = rewrite(gm, own, record.ending, watchers) if own.enabled else ((), (), None)
         unmasked = leave_masks_out(gm) if own.enabled and own.causal_attention else ()
-        record = journal.add(sites, replace(record, unmasked=unmasked))
-        if watchers:
-            journal.watched[record.id] = Watched(watchers, mode, options or {})
-        for site in sites:
-            if own.strict and site.reason is not None and site.reason.mendable:
-                raise errors.kept_dense(site.where, site.reason)
     except (ValueError, errors.FxfuseError) as error:
         raise compat.as_raised(error) from None
-    kept = all(site.status == "kept" for site in sites)
-    if unmasked or not kept:
-        compat.make_code(gm)  # once, after all that changes the graph
-    if kept:
-        run = inner(gm, example_inputs)
-    else:
-        nested = compat.is_nested(gm)  # such graphs are parted on their own
-        compat.change_in_inductor(inner, lower, nested, fingerprint())
-        wanted = own.recompute and not nested
-        with Rehearsals() as rehearsals:
-
-            def change(graph: Graph) -> None:
-                rehearsals.begin(graph)
-                if wanted and compat.is_joint(graph):
-                    keep_what_is_read(graph)
-
-            tag = fingerprint() + "-recomputing" * wanted
-            changes = compat.change_early_in_inductor(inner, change, tag)
-            with compat.cache_key(fingerprint()), compat.recomputed(wanted and changes):
-                run = inner(gm, example_inputs)
+    watched = Watched(watchers, mode, options or {}) if watchers else None
+    with journal.recorded(sites, replace(record, unmasked=unmasked), watched):
+        for site in sites:
+            if own.strict and site.reason is not None and site.reason.mendable:
+                raise compat.as_raised(errors.kept_dense(site.where, site.reason))
+        run = _compiled(gm, example_inputs, inner, own, sites, bool(unmasked))
     if escapes:
         assert isinstance(results, (tuple, list))
         run = restored(run, len(results), escapes, own.min_logits_bytes, own.memory)
     if apart is not None:
         run = apart.guard(run)
     return run if whole else on_plain_tensors(run, places)
+
+
+def _compiled(
+    gm: GraphModule,
+    example_inputs: list[Tensor],
+    inner: Callable[..., Any],
+    own: Options,
+    sites: Sequence[Site],
+    is_changed: bool,
+) -> Callable[..., Any]:
+    """What the inner backend makes of a rewritten graph, or of one whose heads were all kept."""
+    kept = all(site.status == "kept" for site in sites)
+    if is_changed or not kept:
+        compat.make_code(gm)  # once, after all that changes the graph
+    if kept:
+        return inner(gm, example_inputs)
+    nested = compat.is_nested(gm)  # such graphs are parted on their own
+    compat.change_in_inductor(inner, lower, nested, fingerprint())
+    wanted = own.recompute and not nested
+    with Rehearsals() as rehearsals:
+
+        def change(graph: Graph) -> None:
+            rehearsals.begin(graph)
+            if wanted and compat.is_joint(graph):
+                keep_what_is_read(graph)
+
+        tag = fingerprint() + "-recomputing" * wanted
+        changes = compat.change_early_in_inductor(inner, change, tag)
+        with compat.cache_key(fingerprint()), compat.recomputed(wanted and changes):
+            return inner(gm, example_inputs)
 
 
 def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:

@@ -58,6 +58,29 @@ def is_known(size: Any) -> bool:
     return isinstance(size, int) or getattr(size.node, "hint", None) is not None
 
 
+def value_now(number: torch.SymFloat) -> float | None:
+    """What a number of the program was when the graph was captured; None for what the graph computes."""
+    value = getattr(number.node, "hint", None)
+    return None if value is None else float(value)
+
+
+def is_guarded(number: torch.SymFloat) -> bool:
+    """Whether a number stays what it was anyway, as a function that cannot take others makes it."""
+    return not number.node.expr.free_symbols
+
+
+def guard(number: torch.SymFloat) -> None:
+    """Let the graph be captured again where a number is another one."""
+    float(number)
+
+
+def numbers_have_changed() -> bool:
+    """Whether what Dynamo captures has as inputs those numbers only that have changed since an earlier capture."""
+    from torch._dynamo import config
+
+    return bool(config.assume_static_by_default)
+
+
 def is_autocast_enabled(device: str) -> bool:
     """Whether autocast is enabled for a kind of device; for one that has none, PyTorch's own question raises.
 
@@ -572,6 +595,13 @@ def inductor_options() -> set[str]:
     from torch._inductor import config
 
     return set(config.get_config_copy())
+
+
+def is_captured_anew(error: BaseException) -> bool:
+    """Whether an error is how a compilation ends that Dynamo begins anew."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
 
 
 def as_raised(error: Exception) -> Exception:

@@ -63,6 +63,11 @@ _KINDS = (
         "use the default for this argument, or one that the message names as supported",
     ),
     Kind(
+        "changing_number",
+        "{detail} takes a number that changes from call to call",
+        "multiply or divide the logits themselves by it, before anything else is done to them; or let it stay the same",
+    ),
+    Kind(
         "probability_targets",
         "the targets of {detail} are class probabilities, so every class of every row is read",
         "pass class indices (int64) as targets, with label_smoothing= for smoothed ones; probabilities of another "

@@ -20,7 +20,7 @@ from torch._dynamo import register_backend
 from torch.fx import GraphModule
 
 import fxfuse
-from fxfuse import compat, graph
+from fxfuse import compat, floats, graph
 from fxfuse.backend import fxfuse as backend_of_fxfuse
 from fxfuse.deferred import DeferredLogits
 from fxfuse.ops.softmax import linear_softmax
@@ -1284,6 +1284,41 @@ def test_a_selection_of_classes_by_a_list_of_unknown_length() -> None:
     f = compiled(program, dynamic=True)
     for length in (3, 5):
         torch.testing.assert_close(f(torch.arange(length)), program(torch.arange(length)))
+
+
+NUMBERS: dict[str, Callable[[World, float], torch.Tensor]] = {
+    "softcap": lambda s, c: ce(torch.tanh(s.z / c) * c, s.y),
+    "clamp": lambda s, c: ce(s.z.clamp(-c, c), s.y),
+    "added": lambda s, c: ce(c - (s.z + c), s.y),
+    "in place": lambda s, c: ce((s.z * 2).sub_(c), s.y),
+    "masked": lambda s, c: ce(s.z.masked_fill(torch.arange(VOCAB) > 30, -c), s.y % 30),
+    "label_smoothing": lambda s, c: ce(s.z, s.y, label_smoothing=c / 10),
+    "beside": lambda s, c: ce(F.linear(F.dropout(s.x, c / 10), s.w) + c, s.y),
+}
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_dynamo_takes_for_inputs(name: str, inner: str) -> None:
+    """One head each, also where PyTorch captures the program anew; another number is not taken for the first."""
+    torch._dynamo.reset()
+    floats._taken.clear()
+
+    def program(s: World) -> torch.Tensor:
+        return NUMBERS[name](s, number)
+
+    f = compiled(program, dynamic=True, inner=inner)
+    with new_sites() as sites:
+        for number in (1.5, 1.5, 0.5):  # noqa: B007
+            actual, expected = World.make(), World.make()
+            for run, world in ((f, actual), (program, expected)):
+                torch.manual_seed(0)
+                world.loss = run(world)
+                world.loss.backward()
+            torch.testing.assert_close(actual.loss, expected.loss)
+            torch.testing.assert_close(actual.x.grad, expected.x.grad)
+            torch.testing.assert_close(actual.w.grad, expected.w.grad)
+    assert len(sites) == 2 and sites[0].status == "fused"
 
 
 def test_logits_that_nothing_reads_are_deferred_when_returned() -> None:

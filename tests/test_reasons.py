@@ -71,6 +71,19 @@ def _metric_beside(s: World) -> Any:
     return ce(z, s.y), z.sort(-1).values[..., 0]
 
 
+def _capped(s: World) -> Tensor:
+    return ce(torch.tanh(s.z / s.number) * s.number, s.y)
+
+
+def _world_of_another_number() -> World:
+    """Than the program was compiled for."""
+    s = World.make()
+    for s.number in (3.0, 2.0):
+        compiled(_capped, dynamic=True)(s)
+        torch._dynamo.reset()
+    return s
+
+
 def _under_grad_of_func(s: World) -> Tensor:
     return torch.func.grad(lambda x: ce(F.linear(x, s.w.detach()), s.y))(s.x.detach())
 
@@ -127,6 +140,13 @@ REMEDIES: dict[str, Remedy] = {
         "use the default for this argument",
         lambda s: ce(s.z, s.y, size_average=False),
         lambda s: ce(s.z, s.y, reduction="sum"),
+    ),
+    "changing_number": Remedy(
+        "let it stay the same",
+        _capped,
+        lambda s: ce(torch.tanh(s.z / 2.0) * 2.0, s.y),
+        _world_of_another_number,
+        options={"dynamic": True},
     ),
     "probability_targets": Remedy(
         "pass class indices",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
+from .. import compat
 from ..reasons import Reason
 from .source import line_at
 from .telling import telling
@@ -391,6 +393,25 @@ class Journal:
             with telling():
                 listener.graph(record)
         return record
+
+    @contextlib.contextmanager
+    def recorded(self, sites: Iterable[Site], captured: GraphRecord, watched: Watched | None) -> Iterator[None]:
+        """``add`` a graph, and what watched it, once it is compiled or has failed to be.
+
+        Not one that PyTorch gives up to capture it anew, for a number that turned out to be needed, say.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not compat.is_captured_anew(error):
+                self._add(sites, captured, watched)
+            raise
+        self._add(sites, captured, watched)
+
+    def _add(self, sites: Iterable[Site], captured: GraphRecord, watched: Watched | None) -> None:
+        record = self.add(sites, captured)
+        if watched is not None:
+            self.watched[record.id] = watched
 
     def deferred(self, site: Site, weight: Any) -> int | None:
         """Remember that logits of ``site`` were made of ``weight``, and say which parameter that is; None where it is

@@ -254,6 +254,8 @@ def _fills_memory(node: Node) -> bool:
 def text_of_node(node: Any) -> str | None:
     """The number or the variable that a node stands for, if it does."""
     example = node.meta.get("example_value")
+    if isinstance(example, torch.SymFloat) and compat.is_guarded(example):
+        return f"{compat.value_now(example):g}"
     if isinstance(example, (int, float, torch.SymInt, torch.SymFloat)):
         return str(example)
     return name_of(node) or None
