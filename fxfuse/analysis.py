@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,14 @@ from .readers import Beside, Reader, Whole
 from .reasons import Reason, because
 from .replay import RowOp
 from .report.source import function_name, location
-from .rules import IN_PLACE, TABLE, Call, Keep, Rule, heads_of, outcomes_of
+from .rules import IN_PLACE, TABLE, Call, Keep, Rule, casts, heads_of, outcomes_of, views
 
 # Functions whose arguments say where they write.
 _AT_AN_INDEX = frozenset((operator.setitem, "index_fill_"))
 _EXPANDS = frozenset((Tensor.expand, Tensor.expand_as, torch.broadcast_to, "expand", "expand_as", "broadcast_to"))
+
+# Rules of functions that return what they are given in another order or dtype.
+_MADE_AGAIN = (casts.cast, views.attribute, views.movedim, views.permute, views.t, views.transpose)
 
 
 class _Dense:
@@ -72,6 +75,7 @@ class Analysis:
         self._values: dict[Node, _Value] = {}
         self._made: dict[Node, Node] = {}  # where a value became what it is, if it was written to
         self._results: dict[Node, Reader] = {}
+        self._weights: dict[Hashable, Node] = {}
         self._owner: dict[Head, Candidate] = {}
         for node in graph.nodes:
             self._visit(node)
@@ -112,6 +116,7 @@ class Analysis:
             return
         known = [head for head in heads if isinstance(head.vocab, int)] or heads  # as a weight's sizes are
         head = known[-1 if node in self.turned else 0]
+        head = head.of(weight=self._first_alike(head.weight))
         if len(known) > 1:
             self.turnable.add(node)
         # Dynamo's example of what is made in inference mode may claim a gradient.
@@ -151,6 +156,18 @@ class Analysis:
         self._values[node] = Logits(
             head, tuple(out.shape), axis, out.dtype, requires_grad, row_ops=ops, trail=(call.name,)
         )
+
+    def _first_alike(self, weight: Any) -> Any:
+        """The first node that makes the same weight of the same, as a program does that transposes it in a loop."""
+        entry = TABLE.get(called(weight)) if isinstance(weight, Node) and weight.args else None
+        if entry is None or entry.apply not in _MADE_AGAIN or self.timeline.is_written(weight):
+            return weight
+        of, *rest = weight.args
+        region = self.timeline.region[weight]
+        modes = region.makes_gradients, region.inference
+        key = entry, self._first_alike(of), str(rest), str(weight.kwargs), modes
+        first = self._weights.setdefault(key, weight)
+        return first if len(weight.users) == 1 else weight
 
     def _owner_of(self, value: _Value) -> Candidate:
         if isinstance(value, _Dense):
@@ -413,11 +430,11 @@ class Analysis:
 def analyse(graph: Graph, outside: Region | None = None) -> Analysis:
     """The analysis of a graph in which probabilities that are needed in full are what is read of their logits.
 
-    What is read along the rows of a product of two matrices tells that these are the classes.
+    Of a product of two matrices that cannot be fused, as what is read along its rows, the other may be the weight.
     """
     analysis = Analysis(graph, outside)
-    if turned := analysis.turnable & _along_rows(analysis):
-        turned -= _along_rows(Analysis(graph, outside, turned=turned))
+    if turned := analysis.turnable & _kept(analysis):
+        turned -= _kept(Analysis(graph, outside, turned=turned))
         analysis = Analysis(graph, outside, turned=turned)
     while analysis.needed:
         whole = {**analysis.whole, **analysis.needed}
@@ -425,9 +442,8 @@ def analyse(graph: Graph, outside: Region | None = None) -> Analysis:
     return analysis
 
 
-def _along_rows(analysis: Analysis) -> set[Node]:
-    """The projections whose logits are read along rows, if these are rows and the classes are classes."""
-    return {node for c in analysis.candidates if c.kept and c.kept.code == "class_dim" for node in c.projections}
+def _kept(analysis: Analysis) -> set[Node]:
+    return {node for c in analysis.candidates if c.kept for node in c.projections}
 
 
 def _may_hold_a_loss(node: Node) -> bool:

@@ -265,6 +265,22 @@ def _tensordot(s: World) -> Any:
     return ce(z, s.y), torch.tensordot(s.x, s.w.t(), 1).logsumexp(-1), torch.inner(s.x, s.w).max(-1).values
 
 
+def _one_axis_with_the_weight_first(s: World) -> Any:
+    x = s.x.view(-1, HIDDEN)
+    a = F.cross_entropy(torch.inner(s.w, x).t(), s.y.view(-1)), torch.inner(s.w, s.x).logsumexp(0)
+    b = torch.tensordot(s.w, s.x, ([1], [-1])).movedim(0, -1).log_softmax(-1).gather(-1, s.y[..., None])
+    c = torch.tensordot(s.w, s.x.mT, ([1], [1])).logsumexp(0), torch.tensordot(s.w, x.T, 1)[:, 1:].logsumexp(0)
+    return *a, b, *c, F.cross_entropy(torch.inner(s.w, x[0]), s.y[0, 0])
+
+
+def _weight_made_again_for_each_chunk(s: World) -> Any:
+    x, y = s.x.view(-1, HIDDEN), s.y.view(-1)
+    chunks = x.chunk(3)
+    views = torch.cat([c @ s.w.t() for c in chunks]), torch.cat([torch.mm(c, s.w.transpose(0, 1)) for c in chunks])
+    casts = torch.cat([F.linear(c.float(), s.w.float()) for c in chunks]), torch.cat([(s.w @ c.T).T for c in chunks])
+    return *(F.cross_entropy(z, y) for z in (*views, *casts)), torch.stack([c @ s.w.T for c in x]).logsumexp(-1)
+
+
 def _two_heads(s: World) -> Any:
     return ce(s.z, s.y) + ce(F.linear(s.x, s.w * 2), s.y)
 
@@ -987,6 +1003,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "einsum_weight_first": lambda s: ce(torch.einsum("dv, btd -> btv", s.w.t(), s.x), s.y),
     "einsum_in_short": _einsum_in_short,
     "tensordot": _tensordot,
+    "one_axis_with_the_weight_first": _one_axis_with_the_weight_first,
+    "weight_made_again_for_each_chunk": _weight_made_again_for_each_chunk,
     "weight_first": _weight_first,
     "einsum_classes_not_last": _einsum_classes_not_last,
     "computed_weight": lambda s: ce(
@@ -1102,6 +1120,10 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "label_smoothing_weight": lambda s: ce(s.z, s.masked, label_smoothing=0.2, weight=s.c),
     "label_smoothing_weight_sum": lambda s: ce(s.zb, s.masked, label_smoothing=0.2, weight=s.c, reduction="sum"),
     "module_loss": _module_loss,
+    "log_softmax_cross_entropy": lambda s: (
+        ce(s.z.log_softmax(-1), s.masked, label_smoothing=0.2, weight=s.c)
+        + ce(s.zb - s.zb.logsumexp(-1, keepdim=True), s.y)
+    ),
     "log_softmax_nll": lambda s: F.nll_loss(F.log_softmax(s.z.flatten(0, 1), -1), s.masked.flatten()),
     "log_softmax_nll_class_dim_1": lambda s: F.nll_loss(
         torch.log_softmax(s.z, -1).transpose(1, 2), s.masked, weight=s.c, reduction="sum"
@@ -1237,7 +1259,7 @@ FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
     "all_log_probs_written": _all_log_probs_written,
     "mutated_log_probs": lambda s: _mutated_log_probs(s),
     "capped_log_probs": lambda s: _rows(s.z.log_softmax(-1).tanh(), s.y),
-    "cross_entropy_of_log_probs": lambda s: ce(s.z.log_softmax(-1), s.y),
+    "cross_entropy_of_scaled_log_probs": lambda s: ce(2 * s.z.log_softmax(-1), s.y),
     "shifted_log_probs": lambda s: _rows(s.z.log_softmax(-1) + 2, s.y),
     "log_probs_times_zero": lambda s: _rows(s.z.log_softmax(-1) * 1e-200 * 1e-200, s.y),
     "one_hot_of_written_labels": lambda s: _one_hot_of_written_labels(s),

@@ -31,24 +31,35 @@ def linear(call: Call, input: Any, weight: Any, bias: Any = None) -> Head | None
 
 
 @head(torch.inner, "inner")
-def inner(call: Call, input: Any, other: Any) -> Head | None:
-    return linear(call, input, other)
+def inner(call: Call, input: Any, other: Any) -> tuple[Head, ...]:
+    return _of_one_axis(call, input, other, (call.example(input).dim() - 1, call.example(other).dim() - 1))
 
 
 @head(torch.tensordot, like=lambda a, b, dims=2, out=None: None)
-def tensordot(call: Call, a: Any, b: Any, dims: Any = 2) -> Head | None:
-    """The last dimension of hidden states with either of a matrix."""
-    if call.example(b).dim() != 2:
-        return None
+def tensordot(call: Call, a: Any, b: Any, dims: Any = 2) -> tuple[Head, ...]:
     if dims == 1:
-        return _head(call, a, b, None, transposed=True)
+        return _of_one_axis(call, a, b, (call.example(a).dim() - 1, 0))
     if not (isinstance(dims, (tuple, list)) and len(dims) == 2 and all(isinstance(d, (tuple, list)) for d in dims)):
-        return None
-    if len(dims[0]) != 1 or len(dims[1]) != 1 or dims[0][0] % call.example(a).dim() != call.example(a).dim() - 1:
-        return None
-    if not same(call.example(a).shape[-1], call.example(b).shape[dims[1][0]]):
-        return None  # an axis of size one is spread
-    return _head(call, a, b, None, transposed=dims[1][0] % 2 == 0)
+        return ()
+    if len(dims[0]) != 1 or len(dims[1]) != 1:
+        return ()
+    return _of_one_axis(call, a, b, (dims[0][0] % call.example(a).dim(), dims[1][0] % call.example(b).dim()))
+
+
+def _of_one_axis(call: Call, a: Any, b: Any, axes: tuple[int, int]) -> tuple[Head, ...]:
+    """The products over one axis of each, what is left of ``a`` before what is left of ``b``."""
+    dims = call.example(a).dim(), call.example(b).dim()
+    found: list[Head] = []
+    if 0 in dims or not same(call.example(a).shape[axes[0]], call.example(b).shape[axes[1]]):
+        return ()  # an axis of size one is spread
+    if dims[1] == 2 and axes[0] == dims[0] - 1:
+        found.append(_head(call, a, b, None, transposed=axes[1] == 0))
+    if dims[0] == 2:
+        at = axes[1]
+        order = None if at == 0 else (at, *(i for i in range(dims[1]) if i != at))
+        head = _head(call, b, a, None, transposed=axes[0] == 0, axis=at - dims[1], order=order)
+        found += [head] if _looks_like_one(head) else []
+    return tuple(found)
 
 
 @head(torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__")

@@ -30,8 +30,8 @@ def cross_entropy(
     reduction: Any = "mean",
     label_smoothing: Any = 0.0,
 ) -> Reader:
-    if not isinstance(input, Logits):
-        call.keep("unknown_reader", "cross_entropy of log-probabilities")
+    if not isinstance(input, Logits) and not (isinstance(input, LogProbs) and input.factor == 1.0):
+        call.keep("unknown_reader", "cross_entropy of something other than logits")
     targets = call.entries_of(target)
     if targets is not None and targets.classes is not None:
         return cross_entropy_with(call, input, target, targets, weight, reduction, label_smoothing)
