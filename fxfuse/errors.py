@@ -182,8 +182,8 @@ def stale_logits(operand: str, how: str, head: str) -> StaleLogitsError:
         _here(
             f"The logits of {_projection(head)} were not computed, because nothing had needed their values; now that "
             f"something does, {names[operand]} of the projection cannot be used any more: {how}. Have them computed "
-            f"before that (`logits.data_ptr()` does), or {_WITHOUT_DEFERRAL}. (The step of a torch.optim optimizer "
-            "would have been fine.)"
+            f"before that (`logits.data_ptr()` does), or {_WITHOUT_DEFERRAL}. (A step of a torch.optim optimizer that "
+            "has this very tensor would have been fine.)"
         )
     )
 

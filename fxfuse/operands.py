@@ -60,7 +60,7 @@ class _Seal:
     def broken(self, tensor: Tensor, copy: Tensor | None = None) -> str:
         """How ``tensor`` was changed; empty if it was not, as far as can be seen: with a ``copy``, certainly."""
         if tensor.untyped_storage().nbytes() == 0:
-            return "its memory was freed (by FSDP, say, which keeps it with reshard_after_forward=False)"
+            return "its memory was freed (FSDP frees what it gathered after the backward, or after the forward already)"
         if not self.is_of(tensor):
             return "its .data was replaced"
         if self.is_written_to(tensor):
