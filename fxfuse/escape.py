@@ -129,7 +129,12 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     others = {node for node in output.all_input_nodes if node not in escaped.nodes()}
     if any(storages(node) & storages(escaped.node) for node in others):
         return "beside a view of them"
-    read = [operand for operand, _ in operands if isinstance(operand, Node)]
+    operands = [
+        (operand, at)
+        for operand, at in operands
+        if isinstance(operand, Node) and isinstance(example_of(operand), Tensor)
+    ]
+    read = [operand for operand, _ in operands]
     # What is returned beside an operand becomes a view of it, or of what it is a view of; and so does the operand.
     beside = [node for node in others if any(storages(node) & storages(operand) for operand in read)]
     if any(map(_hides_gradients, [*beside, *(read if value.requires_grad else ())])):
@@ -137,14 +142,13 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     if any(function_name(node) == "set_" for node in output.graph.nodes):
         return "from a graph that assigns to .data"  # what shared memory before can no longer be told
     for operand, read_at in operands:
-        if isinstance(operand, Node):
-            if operand is not head.input and _has_other_versions(operand, others):
-                return "of a weight of which others have views with versions of their own"
-            writer = timeline.write_between(operand, read_at, output)
-            if writer is not None:
-                return f"after {function_name(writer)} has changed an operand"
-            if timeline.unplaced_write(operand):
-                return "and an operation changes an operand"
+        if operand is not head.input and _has_other_versions(operand, others):
+            return "of a weight of which others have views with versions of their own"
+        writer = timeline.write_between(operand, read_at, output)
+        if writer is not None:
+            return f"after {function_name(writer)} has changed an operand"
+        if timeline.unplaced_write(operand):
+            return "and an operation changes an operand"
     if _strides(escaped.node) is None and not _is_contiguous(escaped.node):
         return "with symbolic strides"
     rows = 1

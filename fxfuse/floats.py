@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,31 +23,29 @@ _taken: weakref.WeakKeyDictionary[types.CodeType, dict[str, float | None]] = wea
 
 
 def as_they_are(arguments: Any) -> tuple[Any, list[torch.SymFloat]]:
-    """``arguments`` with what such numbers are now, and which these were."""
-    found: list[torch.SymFloat] = []
+    """``arguments`` with what such numbers are now, and those of them that may be others later."""
+    free: list[torch.SymFloat] = []
 
     def now(node: Node) -> Any:
         number = example_of(node)
         value = compat.value_now(number) if isinstance(number, torch.SymFloat) else None
         if value is None:
             return node
-        found.append(number)
+        free.extend([] if compat.is_guarded(number) else [number])
         return value
 
-    return map_arg(arguments, now), found
+    return map_arg(arguments, now), free
 
 
-def stay(numbers: Iterable[torch.SymFloat]) -> bool:
+def stay(numbers: Sequence[torch.SymFloat]) -> bool:
     """Guard that numbers stay what they are, unless one is known to change."""
-    free = [number for number in numbers if not compat.is_guarded(number)]
     frame = compat.captured_frame()
-    if free and (frame is None or compat.numbers_have_changed()):
+    if frame is None or compat.numbers_have_changed():
         return False
-    for number in free:
-        assert frame is not None
-        now = compat.value_now(number)
-        if _taken.setdefault(frame[0], {}).setdefault(str(number), now) != now:
-            return False
-    for number in free:
+    taken = _taken.setdefault(frame[0], {})
+    values = [compat.value_now(number) for number in numbers]
+    if any(taken.setdefault(str(number), now) != now for number, now in zip(numbers, values, strict=True)):
+        return False
+    for number in numbers:
         compat.guard(number)
     return True

@@ -1321,6 +1321,30 @@ def test_numbers_that_dynamo_takes_for_inputs(name: str, inner: str) -> None:
     assert len(sites) == 2 and sites[0].status == "fused"
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["scaled", "capped"])
+def test_returned_logits_of_numbers_that_dynamo_takes_for_inputs(name: str, bias: bool) -> None:
+    torch._dynamo.reset()
+    floats._taken.clear()
+
+    def program(s: World) -> Any:
+        z = F.linear(s.x, s.w, s.b if bias else None) / number
+        z = torch.tanh(z) * number if name == "capped" else z
+        return ce(z, s.y), z
+
+    f = compiled(program, dynamic=True)
+    with new_sites() as sites:
+        for number in (3.0, 2.0):  # noqa: B007
+            actual, expected = World.make(), World.make()
+            for run, world in ((f, actual), (program, expected)):
+                loss, world.z_ = run(world)
+                (loss + world.z_.logsumexp(-1).mean()).backward()
+            for a, b in zip((actual.z_ * 1, *actual.leaves()), (expected.z_, *expected.leaves()), strict=True):
+                torch.testing.assert_close(a, b)
+                torch.testing.assert_close(a.grad if a.is_leaf else None, b.grad if b.is_leaf else None)
+    assert [site.status for site in sites] == (["deferred"] if name == "scaled" else ["deferred", "kept"])
+
+
 def test_logits_that_nothing_reads_are_deferred_when_returned() -> None:
     (site,) = captured_sites(torch.nn.Linear(4, 1000), torch.randn(2, 5, 4))
     assert site.status == "deferred"
