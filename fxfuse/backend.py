@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, errors
 from .attention import leave_masks_out
-from .escape import first_reads, on_plain_tensors, restored
+from .escape import first_reads, on_plain_tensors, restored, unread_with_gradients
 from .graph import rewrite
 from .lowering import lower
 from .options import PREFIX, Options
@@ -66,6 +66,7 @@ def fxfuse(
         unmasked = leave_masks_out(gm) if own.enabled and own.causal_attention else ()
     except (ValueError, errors.FxfuseError) as error:
         raise compat.as_raised(error) from None
+    unread = unread_with_gradients(gm.graph)  # which compilers may change
     watched = Watched(watchers, mode, options or {}) if watchers else None
     with journal.recorded(sites, replace(record, unmasked=unmasked), watched):
         for site in sites:
@@ -74,7 +75,7 @@ def fxfuse(
         run = _compiled(gm, example_inputs, inner, own, sites, bool(unmasked))
     if escapes:
         assert isinstance(results, (tuple, list))
-        run = restored(run, len(results), escapes, own.min_logits_bytes, own.memory)
+        run = restored(run, len(results), escapes, unread, own.min_logits_bytes, own.memory)
     if apart is not None:
         run = apart.guard(run)
     return run if whole else on_plain_tensors(run, places)

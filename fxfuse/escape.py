@@ -291,7 +291,12 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
 
 
 def restored(
-    run: Callable[..., Any], count: int, escapes: Sequence[tuple[Escape, Site]], least: int, memory: int
+    run: Callable[..., Any],
+    count: int,
+    escapes: Sequence[tuple[Escape, Site]],
+    unread: Sequence[int],
+    least: int,
+    memory: int,
 ) -> Callable[..., Any]:
     """``run``, a compiled graph, with ``DeferredLogits`` among the ``count`` tensors that it returns.
 
@@ -299,6 +304,8 @@ def restored(
         run: takes the arguments of the graph, and returns its results with hidden states where logits were.
         count: how many of its results the program knows; those after them are operands of ``escapes``.
         escapes: which results are to be logits again, of what, and what the report says of them.
+        unread: positions of arguments that ``run`` gets detached. Else the gradient of a weight that nothing but logits
+            is made of would be ready, for a hook or DistributedDataParallel, when all that is compiled has its own.
         least: logits of fewer bytes are computed at once.
         memory: the option ``fxfuse.memory``.
     """
@@ -306,7 +313,10 @@ def restored(
     are_known = [all(isinstance(size, int) for size in escape.value.shape) for escape, _ in escapes]
 
     def call(*args: Any) -> list[Any]:
-        results = list(run(*args))
+        given = list(args)
+        for i in unread:
+            given[i] = given[i].detach()
+        results = list(run(*given))
 
         def at(place: _Argument | _Result | None) -> Tensor | None:
             if place is None:
@@ -327,8 +337,8 @@ def restored(
             if compat.is_fake(input):
                 made.append(dense(replace(value, head=head)))
             else:
-                given = escape.strides, escape.exposed, escape.bypassed, escape.way
-                made.append(defer(value, head, site, least, memory, *given))
+                rest = escape.strides, escape.exposed, escape.bypassed, escape.way
+                made.append(defer(value, head, site, least, memory, *rest))
         for (escape, _), logits in zip(escapes, made, strict=True):
             for i in escape.positions:
                 results[i] = logits
@@ -340,6 +350,12 @@ def restored(
         return results[:count]
 
     return call
+
+
+def unread_with_gradients(graph: Graph) -> list[int]:
+    """The positions of arguments that require gradients and that a graph does not read."""
+    arguments = enumerate(graph.find_nodes(op="placeholder"))
+    return [i for i, node in arguments if not node.users and getattr(example_of(node), "requires_grad", False)]
 
 
 def first_reads(graph: Graph) -> list[str]:

@@ -2915,6 +2915,26 @@ def test_under_autocast(device: str) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=5e-2, atol=5e-3)
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_the_gradient_of_the_weight_does_not_wait_for_the_rest(read: bool) -> None:
+    """Which DistributedDataParallel sends off meanwhile, and a pipeline may leave for later."""
+    torch._dynamo.reset()
+    body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 60)
+    z = compiled(lambda x: head(body(x).tanh()), inner="aot_eager")(torch.randn(5, 8))
+    loss = z.square().mean() if read else F.cross_entropy(z, torch.randint(60, (5,)))
+    made_by: dict[Any, list[str]] = {}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        for following, _ in node.next_functions:  # type: ignore[union-attr]
+            if following is not None:
+                waiting += [] if following in made_by else [following]
+                made_by.setdefault(following, []).append(node.name())  # type: ignore[union-attr]
+    parameters = {id(node.variable): by for node, by in made_by.items() if hasattr(node, "variable")}
+    assert all("CompiledFunctionBackward" in parameters[id(p)] for p in body.parameters())
+    assert not any("CompiledFunctionBackward" in parameters[id(p)] for p in head.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
 def test_with_cuda_graphs() -> None:
