@@ -71,7 +71,6 @@ class Analysis:
         self.turned = turned
         self.turnable: set[Node] = set()
         self.needed: dict[Node, Reason] = {}
-        self.fixes_numbers = False
         self.candidates: list[Candidate] = []
         self._values: dict[Node, _Value] = {}
         self._made: dict[Node, Node] = {}  # where a value became what it is, if it was written to
@@ -245,17 +244,14 @@ class Analysis:
         Raises:
             Keep: it refuses.
         """
-        now, free = floats.as_they_are(arguments)
         try:
-            return rule(call, *map(self._fill, arguments if free else now))
+            return rule(call, *map(self._fill, arguments))
         except Keep:
-            if not free:
+            now, found = floats.as_they_are(arguments)
+            if not found:
                 raise
         result = rule(call, *map(self._fill, now))
-        if not floats.stay(free):
-            call.keep("changing_number")
-        self.fixes_numbers = True
-        return result
+        return result if floats.stay(found) else call.keep("changing_number")
 
     def _need(self, node: Node, reason: Reason) -> None:
         """Note that all of what ``node`` is made of is needed, if that is probabilities."""
@@ -437,8 +433,6 @@ def analyse(graph: Graph, outside: Region | None = None) -> Analysis:
     Of a product of two matrices that cannot be fused, as what is read along its rows, the other may be the weight.
     """
     analysis = Analysis(graph, outside)
-    if analysis.fixes_numbers:  # which what came before them did not know
-        analysis = Analysis(graph, outside)
     if turned := analysis.turnable & _kept(analysis):
         turned -= _kept(Analysis(graph, outside, turned=turned))
         analysis = Analysis(graph, outside, turned=turned)

@@ -23,29 +23,30 @@ _taken: weakref.WeakKeyDictionary[types.CodeType, dict[str, float | None]] = wea
 
 
 def as_they_are(arguments: Any) -> tuple[Any, list[torch.SymFloat]]:
-    """``arguments`` with what such numbers are now, and those of them that may be others later."""
-    free: list[torch.SymFloat] = []
+    """``arguments`` with what such numbers are now, and which these were."""
+    found: list[torch.SymFloat] = []
 
     def now(node: Node) -> Any:
         number = example_of(node)
         value = compat.value_now(number) if isinstance(number, torch.SymFloat) else None
         if value is None:
             return node
-        free.extend([] if compat.is_guarded(number) else [number])
+        found.append(number)
         return value
 
-    return map_arg(arguments, now), free
+    return map_arg(arguments, now), found
 
 
 def stay(numbers: Sequence[torch.SymFloat]) -> bool:
     """Guard that numbers stay what they are, unless one is known to change."""
+    free = [number for number in numbers if not compat.is_guarded(number)]
     frame = compat.captured_frame()
-    if frame is None or compat.numbers_have_changed():
+    if free and (frame is None or compat.numbers_have_changed()):
         return False
-    taken = _taken.setdefault(frame[0], {})
-    values = [compat.value_now(number) for number in numbers]
-    if any(taken.setdefault(str(number), now) != now for number, now in zip(numbers, values, strict=True)):
+    taken = _taken.setdefault(frame[0], {}) if frame is not None else {}
+    values = [compat.value_now(number) for number in free]
+    if any(taken.setdefault(str(number), now) != now for number, now in zip(free, values, strict=True)):
         return False
-    for number in numbers:
+    for number in free:
         compat.guard(number)
     return True

@@ -486,7 +486,8 @@ def test_a_temperature_that_changes_from_step_to_step(inner: str) -> None:
             torch.testing.assert_close(found, wanted, equal_nan=True)
     statuses = [site.status for site in sites]
     assert statuses[:4] == ["fused"] * 4, "a static compilation and one for any number"
-    assert statuses[4:6] == ["kept", "fused"], "logits are not divided by zero"
+    # Under Inductor zero is a constant then, by which logits are not multiplied either.
+    assert statuses[4:] == ["kept", "kept" if inner == "inductor" else "fused"], "logits are not divided by zero"
 
 
 @pytest.mark.parametrize(
