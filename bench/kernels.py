@@ -55,18 +55,18 @@ class Kernels:
         self.e = self.made.kept.e[:, :vocab]
         self.d_input = call.input_sum(torch.zeros_like(x), 1, self.rows.most)
         self.d_weight = call.weight_sum(torch.zeros_like(w), self.rows.chunks)
-        self.window = call.stats_windows(listed, self.stats)[0]
-        self.gathered = call.empty(self.window.most, hidden, dtype=x.dtype)
-        call.gather(self.window, 0, self.gathered)
+        self.span = call.stats_spans(listed, self.stats)[0]
+        self.gathered = call.empty(self.span.most, hidden, dtype=x.dtype)
+        call.gather(self.span, 0, self.gathered)
 
     def chunks(self) -> list[slice]:
         """The rows of each chunk, as ``kernels.hopper.schedule.chunk_bounds`` has them."""
-        each, larger = divmod(tiles.cdiv(self.call.rows, self.rows.block), self.rows.chunks)
-        starts = [(chunk * each + min(chunk, larger)) * self.rows.block for chunk in range(self.rows.chunks + 1)]
+        each, larger = divmod(tiles.cdiv(self.call.rows, self.call.row_block), self.rows.chunks)
+        starts = [(chunk * each + min(chunk, larger)) * self.call.row_block for chunk in range(self.rows.chunks + 1)]
         return [slice(start, min(stop, self.call.rows)) for start, stop in itertools.pairwise(starts)]
 
     def statistics(self) -> None:
-        self.call.stats_of(self.window, self.gathered, self.stats)
+        self.call.stats_of(self.span, self.gathered, self.stats)
 
     def exponentials(self) -> None:
         self.made.make(0, self.scratch)
@@ -112,7 +112,7 @@ def measure(shape: tuple[int, int, int], clock: Clock) -> dict[str, Any]:
     chunks = [products(rows) for rows in k.chunks()]
     at_once, in_chunks = products(slice(0, call.rows)), list(itertools.chain(*chunks))
     row: dict[str, Any] = {"shape": "×".join(map(str, shape)), "rows": k.rows.most, "chunks": k.rows.chunks}
-    row["statistics"] = clock.ratio(k.statistics, products(slice(0, min(k.window.most, call.rows)))[0])[0]
+    row["statistics"] = clock.ratio(k.statistics, products(slice(0, min(k.span.most, call.rows)))[0])[0]
     row["exponentials"] = clock.ratio(k.exponentials, chunks[0][0])[0]
     row["dX"] = clock.ratio(k.input_product, chunks[0][1])[0]
     row["dW"] = clock.ratio(k.weight_product, chunks[k.middle][2])[0]

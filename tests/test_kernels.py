@@ -1145,7 +1145,7 @@ def check_statistics_of_large_tiles(dtype: torch.dtype, *shapes: tuple[int, int,
             check_stats(p, skip_unindexed=kind == "idle", bound=2 * STATS_BOUND)  # sums have more terms than elsewhere
     processors = tiles.machine(DEVICE).processors
     cuts = [
-        tiles.windows_of_stats(tiles.MAXIMA_AND_SUMS, rows, hidden, 2, vocab, processors)
+        tiles.spans_of_stats(tiles.MAXIMA_AND_SUMS, rows, hidden, 2, vocab, processors)
         for rows, hidden, vocab in shapes
     ]
     assert processors != 132 or {tile for cut in cuts for tile, _ in cut} == {*tiles.MAXIMA_AND_SUMS}

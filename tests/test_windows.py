@@ -77,19 +77,19 @@ def test_the_rest_of_the_classes(ends: tuple[int, ...], cut: tuple[int, ...]) ->
     ("hidden", "vocab"), [(768, 50257), (2048, 32000), (4096, 128256), (2304, 256000), (16384, 100)]
 )
 @pytest.mark.parametrize("choices", [tiles.MAXIMA_AND_SUMS, (tiles.TAKING_TURNS["stats"],), (tiles.SHARED,)])
-def test_windows_of_statistics(rows: int, hidden: int, vocab: int, choices: tuple[tiles.Tile, ...]) -> None:
-    """All rows, within the bytes, the largest first; in no more time than the same window over and over again."""
+def test_spans_of_statistics(rows: int, hidden: int, vocab: int, choices: tuple[tiles.Tile, ...]) -> None:
+    """All rows, within the bytes, the largest first; in no more time than the same span over and over again."""
 
     def time(tile: tiles.Tile, blocks: int) -> float:
         return tiles._time_of_stats(tile, blocks, hidden, vocab, processors)
 
     processors, most = 132, tiles.STATS_BYTES // (2 * hidden)
-    windows = [(tile, size // tile.rows) for tile, size in tiles.windows_of_stats(choices, rows, hidden, 2, vocab, 132)]
-    sizes = [blocks * tile.rows for tile, blocks in windows]
+    spans = [(tile, size // tile.rows) for tile, size in tiles.spans_of_stats(choices, rows, hidden, 2, vocab, 132)]
+    sizes = [blocks * tile.rows for tile, blocks in spans]
     assert sizes == sorted(sizes, reverse=True)
-    assert all(blocks == 1 or blocks * tile.rows <= most for tile, blocks in windows)
+    assert all(blocks == 1 or blocks * tile.rows <= most for tile, blocks in spans)
     assert sum(sizes) >= rows and sum(sizes[:-1]) < rows
-    total = sum(time(*window) for window in windows)
+    total = sum(time(*span) for span in spans)
     for tile in choices:
         for blocks in range(1, max(1, most // tile.rows) + 1):
             whole, rest = divmod(tiles.cdiv(rows, tile.rows), blocks)

@@ -147,9 +147,9 @@ MOST_COLUMNS = 1.12
 # that many rows more; but fewer may fill the device better.
 MAXIMA_AND_SUMS = (TOGETHER["stats"], Tile(128, 256, 64, 4, 4, takes_turns=True, together=True))
 TILE_COST = 12  # rows
-# What the gathered rows of a window of statistics may take, and what a window costs beside its products, as
+# What the gathered rows of a span of statistics may take, and what a span costs beside its products, as
 # multiplications and additions of one program: some 10 us of small kernels and of its own beginning and end.
-STATS_BYTES, WINDOW_COST, READ_COST = 12 << 20, 1e8, 1.4
+STATS_BYTES, SPAN_COST, READ_COST = 12 << 20, 1e8, 1.4
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536
 NARROW_INPUT = Tile(128, 128, 64, 8, 4)
@@ -277,53 +277,53 @@ def chunks_of_exponentials(
 
 
 @functools.lru_cache(maxsize=1024)
-def windows_of_stats(
+def spans_of_stats(
     choices: tuple[Tile, ...], rows: int, hidden: int, element_bytes: int, vocab: int, processors: int
 ) -> tuple[tuple[Tile, int], ...]:
-    """The windows, as (tile, rows), in which statistics of so many rows of logits take the least time, by and large.
+    """The spans, as (tile, rows), in which statistics of so many rows of logits take the least time, by and large.
 
-    A window has as many programs for each block of its rows as there are, each with a lane of the vocabulary, and waits
-    for the longest: so some numbers of blocks leave fewer without work than others. Windows that are best for their
+    A span has as many programs for each block of its rows as there are, each with a lane of the vocabulary, and waits
+    for the longest: so some numbers of blocks leave fewer without work than others. Spans that are best for their
     rows come first, and then those that are best for the rest.
     """
     unit = math.gcd(*(tile.rows for tile in choices))
-    windows = []
+    spans = []
     for tile in choices:
         programs, most = processors * tile.slots, max(1, STATS_BYTES // (hidden * element_bytes * tile.rows))
         # As many blocks as may have so many lanes each.
         for blocks in sorted({min(programs // lanes, most) for lanes in range(1, programs + 1)}):
             time = _time_of_stats(tile, blocks, hidden, vocab, processors)
-            windows.append(_WindowOfStats(time, blocks * tile.rows // unit, tile))
-    best = min(windows, key=lambda window: window.time / window.units)
+            spans.append(_Span(time, blocks * tile.rows // unit, tile))
+    best = min(spans, key=lambda span: span.time / span.units)
     units = cdiv(rows, unit)
     cut = [best] * max(0, cdiv(units, best.units) - 3)
     units -= len(cut) * best.units
-    # What the last so many units take, and the first window of these.
+    # What the last so many units take, and the first span of these.
     times, first = [0.0], [best]
     for rest in range(1, units + 1):
-        window = min(windows, key=lambda window: window.time + times[max(0, rest - window.units)])
-        times.append(window.time + times[max(0, rest - window.units)])
-        first.append(window)
+        span = min(spans, key=lambda span: span.time + times[max(0, rest - span.units)])
+        times.append(span.time + times[max(0, rest - span.units)])
+        first.append(span)
     while units > 0:
         cut.append(first[units])
         units -= first[units].units
-    # The largest first: of fewer rows than these, as only the device may know, the first windows have as many as fit.
-    cut.sort(key=lambda window: -window.units)
-    return tuple((window.tile, window.units * unit) for window in cut)
+    # The largest first: of fewer rows than these, as only the device may know, the first spans have as many as fit.
+    cut.sort(key=lambda span: -span.units)
+    return tuple((span.tile, span.units * unit) for span in cut)
 
 
-class _WindowOfStats(NamedTuple):
+class _Span(NamedTuple):
     time: float
     units: int  # of rows
     tile: Tile
 
 
 def _time_of_stats(tile: Tile, blocks: int, hidden: int, vocab: int, processors: int) -> float:
-    """What a window of so many blocks of rows takes, as multiplications and additions of one processor."""
+    """What a span of so many blocks of rows takes, as multiplications and additions of one processor."""
     lanes = max(1, processors * tile.slots // blocks)
     width = tile.vocab * (2 if tile.takes_turns and not tile.together else 1)  # what two warpgroups have
     waves = cdiv(cdiv(vocab, width), lanes) * tile.slots
-    return math.hypot(waves * (tile.rows + TILE_COST) * width * hidden, READ_COST * vocab * hidden) + WINDOW_COST
+    return math.hypot(waves * (tile.rows + TILE_COST) * width * hidden, READ_COST * vocab * hidden) + SPAN_COST
 
 
 def takes_turns(kernel: str, input: Tensor) -> bool:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..transform import transformed
-from .schedule import begin, chunk_bounds, window_bounds
+from .schedule import begin, chunk_bounds, span_bounds
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def gather_kernel(
     bias_sum,  # [] float32: the sum of their biases, or None
     class_sum,  # [N] float32, out; or None
     scale,
-    chunk,  # or the first row of a WINDOW
+    chunk,  # or the first row of a SPAN
     most,
     vocab,
     hidden,
@@ -191,16 +191,16 @@ def gather_kernel(
     x_col,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The hidden states of a chunk's rows, or a WINDOW's, and more: offsets, sums.
+    """The hidden states of a chunk's rows, or a SPAN's, and more: offsets, sums.
 
     An offset is the largest indexed logit, 0 if none is finite.
     """
     begin(PDL)
-    if WINDOW:
-        start, rows = window_bounds(tl.load(length), chunk, most)
+    if SPAN:
+        start, rows = span_bounds(tl.load(length), chunk, most)
     else:
         start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     at = tl.program_id(0)

@@ -41,8 +41,8 @@ def chunk_bounds(count, chunk, most, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def window_bounds(count, first, most):
-    """(first row, number of rows) of a window of ``most`` of ``count`` rows; none where it lies past the end."""
+def span_bounds(count, first, most):
+    """(first row, number of rows) of a span of ``most`` of ``count`` rows; none where it lies past the end."""
     return first, tl.maximum(tl.minimum(count - first, most), 0)
 
 

@@ -1,4 +1,4 @@
-"""Row statistics of a window of listed rows, from logits that need not be stored: a fused product, then a merge.
+"""Row statistics of a span of listed rows, from logits that need not be stored: a fused product, then a merge.
 
 Each program walks a lane of the vocabulary for a block of rows and keeps, per row, the maximum m and the sum s of
 exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The lanes of a row are merged by rescaling each s to the
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from ..stats import LAST, finite_or_zero, first_best, rescale, rescaled_moment
-from .schedule import LOG2E, begin, exponent, left_and_right, log_of_sum, logits_of, product_tile, window_bounds
+from .schedule import LOG2E, begin, exponent, left_and_right, log_of_sum, logits_of, product_tile, span_bounds
 
 
 @triton.jit
 def lanes_of(rows, programs, BM: tl.constexpr):
-    """(row blocks, lanes of the vocabulary) of a window, so that a program each fills the device."""
+    """(row blocks, lanes of the vocabulary) of a span, so that a program each fills the device."""
     row_blocks = tl.maximum(tl.cdiv(rows, BM), 1)
     return row_blocks, tl.maximum(programs // row_blocks, 1)
 
@@ -85,7 +85,7 @@ def stats_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    start, rows = window_bounds(tl.load(length), first, most)
+    start, rows = span_bounds(tl.load(length), first, most)
     row_blocks, lanes = lanes_of(rows, programs, BM)
     columns = tl.cdiv(vocab, BN)
     row_block, lane = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
@@ -158,7 +158,7 @@ def merge_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    start, rows = window_bounds(tl.load(length), first, most)
+    start, rows = span_bounds(tl.load(length), first, most)
     if tl.program_id(0) * BLOCK_ROWS >= rows:
         return
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

@@ -106,7 +106,7 @@ class GradientsOfLogits(Statistics):
         again = Listed(bad.order, bad.length[chunk])
         # Class sums do not depend on offsets.
         statistics = out._replace(class_sum=self.empty(0))
-        self.stats_of(self.stats_window(again, rows.most, statistics), bad.gathered, statistics)
+        self.stats_of(self.stats_span(again, rows.most, statistics), bad.gathered, statistics)
         tile = tiles.described("dlogits", self.input, turns=False)
         self.launch(
             self.signature,

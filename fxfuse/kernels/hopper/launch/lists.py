@@ -8,7 +8,7 @@ from torch import Tensor
 from ....ops.contract import Coefficients, Upstream
 from ... import tiles
 from ..rows import gather_kernel, list_flagged_kernel, list_kernel, pick_kernel
-from .operands import Described, Listed, Rows, Window
+from .operands import Described, Listed, Rows, Span
 
 # Rows that a program lists, and rows before them that it counts at a time.
 LISTED, COUNTED = 1024, 4096
@@ -67,7 +67,7 @@ class Lists(Described):
 
     def gather(
         self,
-        rows: Rows | Window,
+        rows: Rows | Span,
         chunk: int,
         gathered: Tensor,
         picked: Tensor | None = None,
@@ -78,9 +78,9 @@ class Lists(Described):
     ) -> None:
         """Copy a chunk's rows of the input to ``gathered``; their offsets and class sums, where these are given.
 
-        A window is one chunk, 0.
+        A span is one chunk, 0.
         """
-        at, block = (rows.first, rows.tile.rows) if isinstance(rows, Window) else (chunk, rows.block)
+        at, block = (rows.first, rows.tile.rows) if isinstance(rows, Span) else (chunk, self.row_block)
         self.launch(
             self.signature,
             gather_kernel,
@@ -104,7 +104,7 @@ class Lists(Described):
             *self.input.stride(),
             BLOCK=min(tiles.next_power_of_2(self.hidden), 4096),
             ROWS=block,
-            WINDOW=isinstance(rows, Window),
+            SPAN=isinstance(rows, Span),
             num_warps=4,
         )
 

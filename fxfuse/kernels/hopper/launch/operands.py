@@ -31,12 +31,11 @@ class Rows(NamedTuple):
 
     order: Tensor
     length: Tensor
-    most: int  # a multiple of the block
+    most: int  # a multiple of the row block, as is what every chunk but the last has, and the last is filled up to
     chunks: int
-    block: int  # rows that every chunk but the last has a multiple of, and the last is filled up to
 
 
-class Window(NamedTuple):
+class Span(NamedTuple):
     """The rows of a list from the ``first`` on, ``most`` or those that there are, in tiles of one kind."""
 
     order: Tensor
@@ -171,9 +170,8 @@ class Described(Operands):
 
         return zeros()
 
-    def whole_blocks(self, rows: int, block: int | None = None) -> int:
-        block = block or self.row_block
-        return max(1, tiles.cdiv(rows, block)) * block
+    def whole_blocks(self, rows: int) -> int:
+        return max(1, tiles.cdiv(rows, self.row_block)) * self.row_block
 
     def windows(self, most: int) -> list[slice]:
         """The vocabulary in windows of at most ``most`` classes, such as keep all programs busy."""
@@ -230,11 +228,10 @@ class Described(Operands):
     def parts(self) -> Tensor:
         return self.empty(self.parts_size())
 
-    def cut(self, listed: Listed, most: int, block: int | None = None) -> Rows:
-        """The listed rows in chunks of at most ``most``, in blocks of so many rows (the row block)."""
-        block = block or self.row_block
+    def cut(self, listed: Listed, most: int) -> Rows:
+        """The listed rows in chunks of at most ``most``."""
         chunks = max(1, tiles.cdiv(self.rows, most))
-        return Rows(*listed, self.whole_blocks(tiles.cdiv(self.rows, chunks), block), chunks, block)
+        return Rows(*listed, self.whole_blocks(tiles.cdiv(self.rows, chunks)), chunks)
 
     # --- descriptors ------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
 from ..stats import merge_kernel, stats_kernel
 from .lists import Lists
-from .operands import Listed, Stats, Window, describe, describe_stored, kernel_for, rows_at_a_time
+from .operands import Listed, Span, Stats, describe, describe_stored, kernel_for, rows_at_a_time
 
 
 class Statistics(Lists):
@@ -24,18 +24,18 @@ class Statistics(Lists):
         tile = tiles.described("stats" if stored is None else "stored", self.input, short=plain)
         return tiles.MAXIMA_AND_SUMS if tile.together else (tile,)
 
-    def stats_window(self, listed: Listed, most: int, out: Stats) -> Window:
-        """All listed rows as one window, of so many at most."""
+    def stats_span(self, listed: Listed, most: int, out: Stats) -> Span:
+        """All listed rows as one span, of so many at most."""
         tile = self._stats_tiles(out)[0]
-        return Window(*listed, 0, self.whole_blocks(most, tile.rows), tile)
+        return Span(*listed, 0, tiles.cdiv(most, tile.rows) * tile.rows, tile)
 
-    def stats_windows(self, listed: Listed, out: Stats, stored: Tensor | None = None) -> list[Window]:
-        """The listed rows in windows for ``stats_of``."""
-        cuts = tiles.windows_of_stats(
+    def stats_spans(self, listed: Listed, out: Stats, stored: Tensor | None = None) -> list[Span]:
+        """The listed rows in spans for ``stats_of``."""
+        cuts = tiles.spans_of_stats(
             self._stats_tiles(out, stored), self.rows, self.hidden, self.input.element_size(), self.vocab, self.programs
         )
         starts = itertools.accumulate((most for _, most in cuts), initial=0)
-        return [Window(*listed, first, most, tile) for first, (tile, most) in zip(starts, cuts, strict=False)]
+        return [Span(*listed, first, most, tile) for first, (tile, most) in zip(starts, cuts, strict=False)]
 
     def stats(self, listed: Listed, out: Stats, stored: Tensor | None = None) -> None:
         """The statistics of the listed rows; see ``stats_of``."""
@@ -46,21 +46,21 @@ class Statistics(Lists):
         if out.class_sum.numel() and not self.transform and self.rows >= self.hidden:
             row_sum, bias_sum = self.weighted_sum(self.weight, self.class_weight), self.bias_sum()
             in_tiles = out._replace(class_sum=self.empty(0))
-        windows = self.stats_windows(listed, in_tiles, stored)
+        spans = self.stats_spans(listed, in_tiles, stored)
         self.pick(listed, out.picked)
-        gathered = self.empty(max(window.most for window in windows), self.hidden, dtype=self.input.dtype)
-        for window in windows:
-            self.gather(window, 0, gathered, row_sum=row_sum, bias_sum=bias_sum, class_sum=out.class_sum)
-            self.stats_of(window, gathered, in_tiles, stored)
+        gathered = self.empty(max(span.most for span in spans), self.hidden, dtype=self.input.dtype)
+        for span in spans:
+            self.gather(span, 0, gathered, row_sum=row_sum, bias_sum=bias_sum, class_sum=out.class_sum)
+            self.stats_of(span, gathered, in_tiles, stored)
 
-    def stats_of(self, window: Window, gathered: Tensor, out: Stats, stored: Tensor | None = None) -> None:
-        """The statistics of a window, whose rows were gathered.
+    def stats_of(self, span: Span, gathered: Tensor, out: Stats, stored: Tensor | None = None) -> None:
+        """The statistics of a span, whose rows were gathered.
 
         Its products are written to ``stored [N, V]``, if that is given: in the dtype of the operands, each row on 16
         bytes, and every row must be listed, in order. Logits are then made of what is written there.
         """
         optional = class_sum, entropy, top = [t if t.numel() else None for t in (out.class_sum, out.entropy, out.top)]
-        tile, most = window.tile, window.most
+        tile, most = span.tile, span.most
         programs = max(self.programs * tile.slots, tiles.cdiv(most, tile.rows))
         each = 2 if tile.takes_turns else 1  # parts that a program makes
         parts = iter(self.scratch(2 + 3 - optional.count(None), programs * each * tile.rows))
@@ -71,7 +71,7 @@ class Statistics(Lists):
         del options["ROWS"]
         options |= {**self.logits_options(), "EVEN_VOCAB": self.vocab % tile.vocab == 0}
         x = describe(gathered, tile, rows_at_a_time(tile), tile.hidden)
-        sizes = self.scale, window.first, most, self.vocab, self.hidden, programs
+        sizes = self.scale, span.first, most, self.vocab, self.hidden, programs
         if tile.together:
             w = self.described_weight(self.weight, tile, tile.vocab // 2, tile.hidden)
             del options["TRANSFORM"]
@@ -82,7 +82,7 @@ class Statistics(Lists):
                 x,
                 w,
                 self.bias,
-                window.length,
+                span.length,
                 part_max,
                 part_sum,
                 *sizes,
@@ -100,7 +100,7 @@ class Statistics(Lists):
                 w,
                 None if stored is None else describe_stored(stored, tile),
                 self.bias,
-                window.length,
+                span.length,
                 self.class_weight,
                 part_max,
                 part_sum,
@@ -120,8 +120,8 @@ class Statistics(Lists):
             part_moment,
             None if part_argmax is None else part_argmax.view(torch.int32),
             self.index,
-            window.order,
-            window.length,
+            span.order,
+            span.length,
             out.lse,
             out.residual,
             out.picked,
@@ -131,7 +131,7 @@ class Statistics(Lists):
             entropy,
             top,
             None if top is None else out.argmax,
-            window.first,
+            span.first,
             most,
             self.vocab,
             self.index.shape[1],

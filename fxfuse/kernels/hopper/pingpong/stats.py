@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..schedule import begin, logits_of, window_bounds
+from ..schedule import begin, logits_of, span_bounds
 from ..stats import class_sum_of, lanes_of, online
 from .exponentials import store_half
 from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
@@ -15,7 +15,7 @@ from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
 @gluon.jit
 def lane_of(length, first, most, vocab, programs, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
     """(row block, row blocks, lane, lanes, columns of tiles) of this program; no columns for one with nothing to do."""
-    _, rows = window_bounds(gl.load(length), first, most)
+    _, rows = span_bounds(gl.load(length), first, most)
     row_blocks, lanes = lanes_of(rows, programs, HEIGHT)
     row_block = gl.program_id(0) % row_blocks
     lane = gl.program_id(0) // row_blocks
@@ -83,7 +83,7 @@ def _walk(
     argmax = gl.zeros([BLOCK], gl.int32, by_row) + (lane + WARPGROUP * lanes) * BLOCK
     class_sum = gl.zeros([BLOCK], gl.float32, by_row)
     if stored is not None:
-        start, _rows = window_bounds(gl.load(length), first, most)
+        start, _rows = span_bounds(gl.load(length), first, most)
     round = 0
     for column in range(lane + WARPGROUP * lanes, columns, 2 * lanes):
         z = multiply(
