@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -49,3 +50,9 @@ def python(directory: Path, *command: str, **environment: str) -> subprocess.Com
         encoding="utf-8",
         timeout=300,
     )
+
+
+def shell(directory: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """``python COMMAND`` in a directory as bash runs it, with redirections; its status is that of python."""
+    line = f"{shlex.quote(sys.executable)} {command}; exit ${{PIPESTATUS[0]}}"
+    return subprocess.run(["bash", "-c", line], cwd=directory, capture_output=True, text=True, timeout=300)

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from scripts import HEAD, RANKED, python, write
+from scripts import HEAD, RANKED, python, shell, write
 
 from fxfuse.reasons import because
 from fxfuse.report import GraphRecord, Report, Site
@@ -385,22 +384,47 @@ def test_each_end_has_its_status(body: str, target: str, status: int, sentence: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("redirection", "status", "sentence"),
+    ("arguments", "why"),
     [
-        ("> /dev/full", 8, "fxfuse.report: cannot write standard output: No space left on device"),
-        ("| true", 8, "fxfuse.report: cannot write standard output: Broken pipe"),
-        (">&-", 0, ""),
+        ("train.py > /dev/full", "No space left on device"),
+        ("train.py | true", "Broken pipe"),
+        ("train.py >&-", "Bad file descriptor"),
+        ("--json train.py >&-", "Bad file descriptor"),
     ],
 )
-def test_standard_output_that_takes_nothing(redirection: str, status: int, sentence: str, tmp_path: Path) -> None:
+def test_standard_output_that_takes_nothing(arguments: str, why: str, tmp_path: Path) -> None:
     """The page is there all the same."""
     write(tmp_path, "torch.compile(Model(), options=SMALL)(x, y)")
-    command = f"{shlex.quote(sys.executable)} -m fxfuse.report --html page.html train.py {redirection}"
-    done = subprocess.run(
-        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr.strip().rpartition("\n")[2]) == (status, sentence), done.stderr
+    done = shell(tmp_path, f"-m fxfuse.report --html page.html {arguments}")
+    assert done.returncode == 8, done.stderr
+    assert done.stderr.splitlines()[-1] == f"fxfuse.report: cannot write standard output: {why}"
     assert "Traceback" not in done.stderr and "lm_head" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_page_on_a_full_disk(tmp_path: Path) -> None:
+    write(tmp_path, "torch.compile(Model(), options=SMALL)(x, y)")
+    done = shell(tmp_path, "-m fxfuse.report --html /dev/full train.py")
+    assert done.returncode == 8, done.stderr
+    assert done.stderr == "fxfuse.report: cannot write /dev/full: No space left on device\n"
+
+
+@pytest.mark.slow
+def test_without_standard_error_the_messages_are_not_on_standard_output(tmp_path: Path) -> None:
+    body = "print('training')\ntorch.compile(ranked, backend=lambda graph, inputs: graph)(x, torch.randn(32, 8))"
+    write(tmp_path, body)
+    done = shell(tmp_path, "-m fxfuse.report --json --check train.py 2>&-")
+    assert done.returncode == 7
+    assert len(json.loads(done.stdout)["graphs"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["sys.stderr = None", "sys.stderr.close()", "sys.stderr = sys.stdout = Logger()"])
+def test_a_script_that_replaces_or_closes_standard_error(change: str, tmp_path: Path) -> None:
+    logger = "class Logger:\n    def write(self, text): pass\n    def flush(self): pass\n"
+    done = report(tmp_path, f"{logger}{change}\ntorch.compile(Model(), options=SMALL)(x, y)", "train.py")
+    assert done.returncode == 0, done.stdout
+    assert "1 head: 1 fused; " in done.stdout
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ from .fake import NO_VALUE, asked_by, fake
 from .progress import Progress
 from .records import Report, journal
 from .run import add_program, callable_of, example_call, imported, module, own_frames_dropped, parse, route, run, script
+from .telling import say
 from .text import for_stream
 
 RAN, RAISED, USAGE, NOTHING_COMPILED, NO_HEAD, NOT_FOUND, NOT_PYTHON, CHECK_FAILED, UNWRITTEN = range(9)
@@ -157,12 +158,12 @@ def _report(given: argparse.Namespace) -> int:
     try:
         forms.write(report, given, " ".join([_called(given), *given.args]))
     except OSError as error:  # the script may have taken the directory away
-        status = _say(status or UNWRITTEN, f"cannot write {error.filename}: {error.strerror}")
+        status = _say(status or UNWRITTEN, f"cannot write {given.html}: {error.strerror}")
     try:
         print(json.dumps(report.to_dict()) if given.json else for_stream(report, out), file=out, flush=True)
         forms.show(report, given, out)
     except OSError as error:  # a full disk, or a reader that has gone
-        _abandon(out.fileno(), *(() if given.json else (1,)))
+        _abandon(out.fileno(), *(() if given.json or sys.__stdout__ is None else (1,)))
         status = _say(status or UNWRITTEN, f"cannot write standard output: {error.strerror}")
     for line in lines:
         _say(status, line)
@@ -175,7 +176,7 @@ def _load(given: argparse.Namespace) -> Any:
     except OSError as error:
         raise _Ended(NOT_FOUND, f"cannot read {given.program}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte, before Python 3.12
-        traceback.print_exception(type(error), error, None)
+        say("".join(traceback.format_exception(type(error), error, None)), end="")
         raise _Ended(NOT_PYTHON, f"{given.program} is not a Python script") from None
     except ImportError as error:
         if error.name != given.program:
@@ -196,12 +197,14 @@ def _claim_stdout(for_us_alone: bool) -> TextIO:
     ``for_us_alone`` hands the file descriptor that everyone else calls standard output to standard error: C++ code and
     child processes write there too. It is never taken back, as some of them may outlive the script.
     """
-    if sys.stdout is None:  # it was closed, and something else may have its number
-        return open(os.devnull, "w")
+    if sys.stdout is None:  # it was closed, and something else may have its number: what we write fails, as it should
+        return os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     sys.stdout.flush()
     out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
-    if for_us_alone:
+    if for_us_alone and sys.stderr is not None:
         os.dup2(2, 1)
+    elif for_us_alone:
+        _abandon(1)
     return out
 
 
@@ -215,7 +218,7 @@ def _ended(given: argparse.Namespace, error: BaseException | None) -> int:
         if error.code in (None, 0):
             return RAN
         if not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)  # python does so for sys.exit("message")
+            say(str(error.code))  # python does so for sys.exit("message")
             return _say(RAISED, f"{name} exited with a message; {until_then}")
         return _say(RAISED, f"{name} exited with status {error.code}; {until_then}")
     if isinstance(error, NO_VALUE):
@@ -257,7 +260,7 @@ def _called(given: argparse.Namespace) -> str:
 
 def _say(status: int, sentence: str) -> int:
     _flush()
-    print(f"fxfuse.report: {sentence}", file=sys.stderr, flush=True)
+    say(f"fxfuse.report: {sentence}")
     return status
 
 

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from .records import Report, journal
 from .run import writable
+from .telling import is_terminal
 
 
 def add_flags(parser: argparse.ArgumentParser, instead_of_json: Any) -> None:
@@ -61,5 +62,5 @@ def show(report: Report, given: argparse.Namespace, out: TextIO) -> None:
     if given.diff:
         from .diff import diff
 
-        colour = out.isatty() and "NO_COLOR" not in os.environ
+        colour = is_terminal(out) and "NO_COLOR" not in os.environ
         print("\n" + diff(report, journal.watched, colour), file=out, flush=True)

@@ -23,6 +23,7 @@ from ..options import PREFIX
 from .cut import Cut, Cutter
 from .memory import check_room, peak_bytes
 from .records import Cost, GraphRecord, Measured, Report, Site, Watched, journal
+from .telling import is_terminal
 from .text import human_bytes
 
 _REPEATS, _SECONDS = 5, 0.5  # of each measurement, at least
@@ -39,7 +40,8 @@ def measure(report: Report, watched: Mapping[int, Watched], inner: str | None = 
     cuts = {graph.id: _cuts(graph, watched) for graph in report.graphs}
     total = 2 * sum(cut is not None for of_graph in cuts.values() for cut in of_graph)
     graphs = []
-    with tqdm(total=total, desc="measuring", unit="run", file=sys.stderr, disable=None, leave=False) as bar:
+    quiet = not is_terminal(sys.stderr)
+    with tqdm(total=total, desc="measuring", unit="run", file=sys.stderr, disable=quiet, leave=False) as bar:
         for graph in report.graphs:
             sites = (
                 replace(site, measured=_measured(site, cut, watched[graph.id], inner, bar))

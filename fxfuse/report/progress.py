@@ -7,6 +7,8 @@ import threading
 import time
 from types import TracebackType
 
+from .telling import is_terminal, say
+
 _PATIENCE = 1.0  # seconds before the line is shown, and between two of its states
 
 
@@ -21,7 +23,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if sys.stderr.isatty() and self._thread is None:
+        if is_terminal(sys.stderr) and self._thread is None:
             self._ended.clear()
             self._thread = threading.Thread(target=self._count, daemon=True)
             self._thread.start()
@@ -43,12 +45,7 @@ class Progress:
     def _count(self) -> None:
         began, shown = time.monotonic(), False
         while not self._ended.wait(_PATIENCE):
-            print(
-                f"\rfxfuse.report: capturing, {time.monotonic() - began:.0f} s\x1b[K",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"\rfxfuse.report: capturing, {time.monotonic() - began:.0f} s\x1b[K", end="")
             shown = True
         if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            say("\r\x1b[K", end="")

@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import compat
 from .source import OWN
+from .telling import say
 
 # TORCH_COMPILE_OVERRIDE_BACKENDS, from torch 2.13 on, would not do: it replaces the backend of a graph whoever compiles
 # it, torch itself included, and drops its options.
@@ -256,10 +257,9 @@ def through_fxfuse(kwargs: Mapping[str, Any], inner: str | None = None) -> dict[
         return through
     if inner is None:
         inner = "eager"
-        print(
+        say(
             f"fxfuse: the backend {getattr(backend, '__qualname__', backend)!r} has no registered name: the "
-            'graphs that it would compile run with "eager"',
-            file=sys.stderr,
+            'graphs that it would compile run with "eager"'
         )
     through.pop("mode", None)
     through["options"] = {**kept, "fxfuse.inner": inner}

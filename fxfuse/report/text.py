@@ -13,6 +13,7 @@ from typing import TextIO, get_args
 
 from .heads import Head, compilations, heads_of, totals
 from .records import COSTS, Ending, GraphRecord, Report, Status, Use
+from .telling import is_terminal
 
 WIDTH = 100  # columns at most; a cell breaks onto more lines before the table gets wider
 _NARROWEST = 60
@@ -44,22 +45,15 @@ def table(report: Report, width: int = WIDTH) -> str:
 def for_stream(report: Report, stream: TextIO | None) -> str:
     """The report as ``stream`` shows it best: in the width of a terminal, and coloured if ``NO_COLOR`` is not set."""
     text = table(report, width_of(stream))
-    if not _is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return re.sub(r"^(fused|deferred|kept)\b", lambda m: f"\033[1;{_COLOURS[m[0]]}m{m[0]}\033[0m", text, flags=re.M)
 
 
 def width_of(stream: TextIO | None) -> int:
     """The columns to fill: those of a terminal, within limits."""
-    columns = shutil.get_terminal_size((WIDTH, 0)).columns if _is_terminal(stream) else WIDTH
+    columns = shutil.get_terminal_size((WIDTH, 0)).columns if is_terminal(stream) else WIDTH
     return max(_NARROWEST, min(columns, WIDTH))
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # it is closed
-        return False
 
 
 def human_bytes(count: int) -> str:
