@@ -11,7 +11,8 @@ take it: `torchrun -m fxfuse train.py`, `accelerate launch -m fxfuse train.py`.
 A program that compiles nothing runs as it always did, and a sentence at its end
 says so. The processes that it starts with multiprocessing are routed too, but
 are not in its report; those that it starts with subprocess are not routed. torch
-is imported before the program runs.
+is imported before the program runs. Of several processes of torchrun, that of
+rank 0 reports; one that SIGTERM or os._exit ends does not.
 
 exit status: that of the program; 2 for wrong usage or a script that cannot be
 read, as python has it.
@@ -30,6 +31,7 @@ from typing import Any
 
 from .report.records import journal
 from .report.run import Program, add_program, module, own_frames_dropped, parse, route, run, script, writable
+from .report.telling import say
 from .report.text import for_stream
 
 HOW_TO_COMPILE = (
@@ -67,8 +69,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--report",
         action="store_true",
-        help="print what became of every head on standard error at exit, also after an exception; of several "
-        "processes of torchrun, that of rank 0 does",
+        help="print what became of every head on standard error at exit, also after an exception",
     )
     parser.add_argument("--report-json", metavar="FILE", type=writable, help="write the report there as a JSON object")
     add_program(parser, "SCRIPT")
@@ -79,29 +80,30 @@ def _load(given: argparse.Namespace) -> Program:
     try:
         return module(given.program) if given.is_module else script(given.program)
     except OSError as error:
-        print(f"fxfuse: cannot read {given.program}: {error.strerror}", file=sys.stderr)
+        say(f"fxfuse: cannot read {given.program}: {error.strerror}")
         raise SystemExit(2) from None
     except ImportError as error:
         if error.name != given.program:
             raise
-        print(f"fxfuse: {error}", file=sys.stderr)
+        say(f"fxfuse: {error}")
         raise SystemExit(1) from None
 
 
 def _at_exit(given: argparse.Namespace, program: Program, process: int, ended: Sequence[BaseException | None]) -> None:
-    if os.getpid() != process or os.environ.get("RANK", "0") != "0":  # a forked child, or one of many alike
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # else RANK may be left from something else
+    if os.getpid() != process or (several and os.environ.get("RANK", "0") != "0"):  # a forked child, or one of them
         return
     report = journal.report()
-    well = [error for error in ended if error is None or (isinstance(error, SystemExit) and not error.code)]
-    if well and not report.graphs:
-        print(f"fxfuse: {program.name} {HOW_TO_COMPILE}", file=sys.stderr)
-    elif given.report:
-        print(for_stream(report, sys.stderr), file=sys.stderr)
-    if given.report_json is not None:
+    if given.report_json is not None:  # first, as nothing may take what is said
         try:
             given.report_json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
         except OSError as error:  # the program may have taken the directory away
-            print(f"fxfuse: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+            say(f"fxfuse: cannot write {given.report_json}: {error.strerror}")
+    well = [error for error in ended if error is None or (isinstance(error, SystemExit) and not error.code)]
+    if well and not report.graphs:
+        say(f"fxfuse: {program.name} {HOW_TO_COMPILE}")
+    elif given.report:
+        say(for_stream(report, sys.stderr))
 
 
 def _without_own_frames(hook: Callable[..., Any]) -> Callable[..., Any]:

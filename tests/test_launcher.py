@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import HEAD, RANKED, python, write
+from scripts import HEAD, RANKED, python, shell, write
 
 from fxfuse.__main__ import main
 from fxfuse.report.run import route, routed, through_fxfuse
@@ -237,8 +237,25 @@ def test_the_report_is_printed_however_the_script_ends(end: str, tmp_path: Path)
 @pytest.mark.slow
 def test_of_many_alike_only_the_first_reports(tmp_path: Path) -> None:
     write(tmp_path, COMPILES)
-    done = python(tmp_path, "-m", "fxfuse", "--report", "train.py", RANK="1")
+    command = ["-m", "fxfuse", "--report", "--report-json", "heads.json", "train.py"]
+    done = python(tmp_path, *command, RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+    assert not (tmp_path / "heads.json").exists()
+    done = python(tmp_path, *command, RANK="1")
+    assert "1 head: 1 fused; " in done.stderr and (tmp_path / "heads.json").exists()
+
+
+@pytest.mark.slow
+def test_the_json_is_there_whatever_becomes_of_what_is_printed(tmp_path: Path) -> None:
+    write(tmp_path, COMPILES)
+    done = shell(tmp_path, "-m fxfuse --report --report-json heads.json train.py 2> /dev/full")
+    assert (done.returncode, done.stdout) == (0, "True\n")
+    assert len(json.loads((tmp_path / "heads.json").read_text(encoding="utf-8"))["graphs"]) == 1
+    done = shell(tmp_path, "-m fxfuse --report --report-json /dev/full train.py")
+    assert done.returncode == 0 and "1 head: 1 fused; " in done.stderr
+    assert "fxfuse: cannot write /dev/full: No space left on device\n" in done.stderr
+    done = shell(tmp_path, "-m fxfuse --report train.py 2>&-")
+    assert (done.returncode, done.stdout) == (0, "True\n")
 
 
 # Programs that others would write
