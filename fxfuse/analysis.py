@@ -139,7 +139,6 @@ class Analysis:
             projections={node: head},
             class_sizes=[head.vocab],
             rows=rows,
-            axis=axis,
         )
         self.candidates.append(candidate)
         projected = self._values.get(head.input)

@@ -35,7 +35,6 @@ class Candidate:
         class_sizes: V, and those of selections of classes.
         sizes: nodes that return how many rows there are, with what they ask.
         rows: of all projections, as far as is known.
-        axis: of the classes in what the projection returns.
         source: hidden units of what its hidden states are a projection of, if nothing lies between: an adapter of low
             rank, or a head that is factored.
         inner: taken for hidden states by another projection.
@@ -57,7 +56,6 @@ class Candidate:
     class_sizes: list[Any] = field(default_factory=list)
     sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
     rows: int = 0
-    axis: int = -1
     source: Any = 0
     inner: bool = False
     copied: int = 0

@@ -128,6 +128,27 @@ def test_modules_with_different_rows_have_what_each_needs_most(read: bool) -> No
     assert (sums.saved, sums.computed) == ((0, head.bytes) if read else (head.bytes, 0))
 
 
+def test_the_paragraph_of_a_head_has_the_bytes_of_the_totals() -> None:
+    f = compiled(Model())
+
+    def run() -> None:
+        for rows in (16, 12, 8):
+            f(ids(rows)).sort()
+
+    text = told(report_of(run))
+    assert "built at least in part: logits 20 KiB" in text
+    assert "20 KiB deferred, and built at least in part" in text
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [1, 5]])
+def test_rows_of_chunks_that_are_joined_are_counted_together(sizes: list[int]) -> None:
+    def loss(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(torch.cat([F.linear(chunk, w) for chunk in x.split(sizes)]), y)
+
+    (site,) = report_of(lambda: compiled(loss)(torch.randn(6, D), torch.randn(V, D), ids(6)))
+    assert (site.status, site.rows, site.rows_hint, site.logits_bytes) == ("fused", 6, 6, 6 * BYTES)
+
+
 @pytest.mark.parametrize("shapes", [[(V, D), (2 * V, D)], [(2 * V, D), (V, D)], [(V, D), (V, 2 * D)]])
 def test_heads_of_different_sizes_are_not_alike(shapes: list[tuple[int, int]]) -> None:
     def run() -> None:

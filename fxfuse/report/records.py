@@ -113,7 +113,8 @@ class Site:
             readers are joined by ``" + "``.
         where: ``file.py:line`` of the projection in the user's source.
         module: path of the module that owns the weight, ``"lm_head"``; empty if it is no module's.
-        rows: number of rows N, or the symbolic expression where it is dynamic.
+        rows: number of rows N, of all projections if the program joins several, or the symbolic expression where it is
+            dynamic.
         hidden: hidden size D.
         vocab: vocabulary size V.
         dtype: dtype of the logits, ``"bfloat16"``.
@@ -129,9 +130,8 @@ class Site:
         source: the text of the line at ``where`` when the graph was captured; empty if it could not be read.
         uses: what reads the logits, in the order of the graph.
         why: why this variant, a sentence for each; empty when kept.
-        shape: of the logits, the vocabulary last, with expressions where it is dynamic.
-        rows_hint: number of rows when the graph was captured, of all projections if the program joins several; None
-            where it depends on values, as what a mask selects.
+        shape: of the logits (of the first projection), the vocabulary last, with expressions where it is dynamic.
+        rows_hint: number of rows when the graph was captured; None where it depends on values, as what a mask selects.
         logits_bytes, converted_bytes, gradient_bytes: bytes, in eager, of the logits, of their copies in other dtypes,
             and of their gradient; None as ``bytes_saved``, which is their sum less the next, at least 0, unless the
             head is kept.

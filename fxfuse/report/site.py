@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..algebra import Head
 from ..analysis import Analysis
 from ..candidate import Candidate
 from ..costs import eager_bytes, total
@@ -61,10 +63,8 @@ def site_of(candidate: Candidate, passes: Passes, told: Told, in_checkpoint: boo
         projections=told.projections,
     )
     with telling():
-        rows: Any = 1
         shape = example_of(candidate.node).shape
-        for i, size in enumerate(shape):
-            rows = rows if i == candidate.axis else rows * size
+        rows = sum(map(_rows, candidate.projections.values()))
         patterns = dict.fromkeys(reader.pattern for _, readers in passes for reader in readers) if fused else ()
         logits, converted, gradient = eager_bytes(candidate, {variant for variant, _ in passes})
         causes = _causes(candidate, passes, in_checkpoint, memory) if fused else ()
@@ -100,6 +100,13 @@ def _causes(candidate: Candidate, passes: Passes, in_checkpoint: bool, memory: i
     if candidate.escaped:
         leave = "the logits that leave the graph are computed when something reads their values"
         yield f"what reads logits inside is fused, and {leave}" if candidate.readers else leave
+
+
+def _rows(head: Head) -> Any:
+    """How many rows a projection has: a number, or an expression."""
+    sizes = list(example_of(head.input).shape)
+    del sizes[head.axis]
+    return math.prod(sizes)
 
 
 def _number(size: Any) -> int | str:
