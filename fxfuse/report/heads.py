@@ -20,7 +20,7 @@ class Head:
     modules that run the same compiled code have one each, where it is known: if their logits are deferred.
 
     Attributes:
-        site: of the last graph that has it.
+        site: of the graph that spares most with it, as it was compiled for most rows; the last of such.
         graph: that graph.
         index: of ``site`` in it.
         graphs: how many have it.
@@ -135,7 +135,7 @@ def _alike(report: Report, group: Sequence[_Seen]) -> Iterator[Head]:
 
 
 def _head(group: Sequence[_Seen], weights: Sequence[int], reads: Sequence[Read], fused: Sequence[FusedRead]) -> Head:
-    last = group[-1]
+    largest = max(reversed(group), key=lambda seen: _bytes(seen.site))  # the last of such
     by_compilation: dict[int, list[Site]] = {}
     for seen in group:
         by_compilation.setdefault(seen.compilation, []).append(seen.site)
@@ -145,9 +145,9 @@ def _head(group: Sequence[_Seen], weights: Sequence[int], reads: Sequence[Read],
         for weight in weights
     ] or [max(sum(map(_bytes, sites)) for sites in by_compilation.values())]
     return Head(
-        site=last.site,
-        graph=last.graph,
-        index=last.index,
+        site=largest.site,
+        graph=largest.graph,
+        index=largest.index,
         graphs=len(by_compilation),
         count=max(len(weights), *map(len, by_compilation.values())),
         reads=_once(reads, lambda read: (read.kind, read.where)),
