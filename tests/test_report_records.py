@@ -26,7 +26,7 @@ from fxfuse.errors import FxfuseWarning
 from fxfuse.reasons import Reason
 from fxfuse.report import GraphRecord, Report, Site, records
 from fxfuse.report.records import Cost, Ending, FusedRead, Journal, Measured, Projection, Read, Use, journal
-from fxfuse.report.source import line_at
+from fxfuse.report.source import line_at, location
 from fxfuse.report.words import step, word
 
 OPTIONS = {"fxfuse.inner": "eager", "fxfuse.min_logits_bytes": 0}
@@ -356,6 +356,22 @@ def test_modules_are_named_within_others_that_look_attributes_up() -> None:
     assert [site.module for site in journal.report(since)] == [
         f"{within}{n}" for n in ("lm_head", "heads.0", "heads.1", "named.a-b")
     ]
+
+
+@pytest.mark.parametrize("key", ["0", "a b", "it's", 'q"t', "it's \"q", "a[0]", "x]y", "f(x), 'y'", "back\\slash"])
+def test_modules_have_their_names_however_these_are_spelled(key: str) -> None:
+    model = Model(lambda m, x, y: ce(m.named[key](x), y) + ce(getattr(m, key)(x), y))
+    model.named = torch.nn.ModuleDict({key: torch.nn.Linear(8, 64)})
+    model.add_module(key, torch.nn.Linear(8, 65))
+    since = len(journal)
+    torch.compile(model, backend="fxfuse", options=OPTIONS)(ids())
+    assert [site.module for site in journal.report(since)] == [f"named.{key}", key]
+
+
+def test_a_place_is_read_from_frames_alone() -> None:
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = '  File "/a"b.py", line 3, in f\n    z = head(x)  # File "other.py", line 4, in g\n'
+    assert location(node) == '/a"b.py:3'
 
 
 @pytest.mark.parametrize("words", ["why", "line_at", "module_path", "eager_bytes", "projection_name"])

@@ -18,11 +18,17 @@ from torch.fx import Node
 
 from ..compat import dynamo_source
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)  # its source is indented further
 TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
 OWN = str(Path(__file__).parent.parent) + os.sep
-# Dynamo looks up submodules in ``__dict__`` where a module has a ``__getattr__`` of its own, as PEFT's have.
-_MODULE_PART = re.compile(r"\.(?:__dict__\[')?_?(?:modules|parameters|buffers)(?:'\])?\['?([^\]']+)'?\]|\.([^.\[\]]+)")
+# What a module is looked up by: Dynamo does so in ``__dict__`` where one above it has a ``__getattr__`` of its own, as
+# PEFT's have, and by getattr where it has a name that Python cannot spell.
+_TEXT = r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\""""
+_MODULE_PART = re.compile(
+    r"(?:\.|\.__dict__\[')_(?:modules|parameters|buffers)(?:'\])?\[(?:" + _TEXT + r")\]"
+    r"|, (?:" + _TEXT + r")\)"
+    r"|\.((?:(?!, ['\"])[^.\[\]])+)"
+)
 
 
 def location(node: Node) -> str | None:
@@ -121,7 +127,7 @@ def argument_name(node: Node) -> str:
 def _clean(path: str) -> str:
     """``"model.lm_head"`` of ``"L['self']._modules['model']._modules['lm_head']"``."""
     root, _, rest = path.partition("]")
-    parts = [a or b for a, b in _MODULE_PART.findall(rest)]
+    parts = [re.sub(r"\\(['\"\\])", r"\1", "".join(found)) for found in _MODULE_PART.findall(rest)]
     parts = [part for part in parts if part not in ("_modules", "_parameters")]
     # A local or global variable stands for itself only where there is nothing below it.
     return ".".join(parts) or root.rpartition("[")[2].strip("'").replace("self", "")
