@@ -282,15 +282,51 @@ def end_of_graph(gm: Any) -> tuple[bool, str, list[tuple[str, int]]] | None:
 def captured_frame() -> tuple[types.CodeType, Any] | None:
     """The code that Dynamo is capturing a graph of, and its ``self``, if any; None for a graph from elsewhere.
 
-    The code of a function that goes on after a graph break is one that Dynamo made, called ``RESUMED`` and so on.
+    The code of a function that goes on after a graph break is one that Dynamo made, called ``RESUMED`` and so on. Where
+    Dynamo captures a function of its own that calls the compiled one, as it does with modules and methods of torch's,
+    with partials and with objects, it is the code of that.
     """
+    root = _root()
+    if root is None:
+        return None
+    wrapped = _wrapped(root)
+    return (root.f_code, root.f_locals.get("self")) if wrapped is None else wrapped[:2]
+
+
+def _root() -> Any:
+    """What Dynamo knows of the frame that it is capturing a graph of, if it is."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        root = InstructionTranslator.current_tx().output.root_tx
+        return InstructionTranslator.current_tx().output.root_tx
     except AttributeError:
         return None
-    return None if root is None else (root.f_code, root.f_locals.get("self"))
+
+
+def _wrapped(root: Any) -> tuple[types.CodeType, Any, dict[str, str]] | None:
+    """The code that a function of Dynamo's own, ``inner(*args, **kwargs)``, calls as ``fn``; its ``self``; and the name
+    of this and of what a partial gives it, by Dynamo's expression for each. None if ``root`` is no such function.
+    """
+    from torch._dynamo import external_utils
+
+    place = "L['fn']"
+    fn: Any = root.f_locals.get("fn")
+    if fn is None or root.f_code.co_filename != external_utils.__file__:
+        return None
+    args: tuple[Any, ...] = ()
+    names: dict[str, str] = {}
+    if isinstance(fn, functools.partial):  # which holds no other
+        args, names = fn.args, {f"{place}.keywords[{name!r}]": name for name in fn.keywords}
+        fn, place = fn.func, f"{place}.func"
+    owner = None
+    if inspect.ismethod(fn):
+        fn, owner, place = fn.__func__, fn.__self__, f"{place}.__self__"
+    elif not inspect.isfunction(fn):
+        fn, owner = type(fn).forward if isinstance(fn, torch.nn.Module) else type(fn).__call__, fn
+    code = getattr(fn, "__code__", root.f_code)
+    given = code.co_varnames[owner is not None :]
+    names |= {f"L['fn'].args[{i}]": name for i, (name, _) in enumerate(zip(given, args, strict=False))}
+    return code, owner, names if owner is None else {place: "self", **names}
 
 
 RESUMED = "torch_dynamo_resume_in_"  # what the name of such code starts with; then the function, "_at_" and the line
@@ -378,7 +414,16 @@ def viewed(tensor: Tensor) -> Tensor:
 def dynamo_source(node: Any) -> str:
     """The Python expression that a placeholder came from, ``"L['self']._modules['lm_head']"``; or empty."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", "")
-    return str(name() if callable(name) else name)  # a method up to torch 2.11, a property later
+    return in_captured_frame(str(name() if callable(name) else name))  # a method up to torch 2.11, a property later
+
+
+def in_captured_frame(source: str) -> str:
+    """One of Dynamo's expressions as it is in ``captured_frame``."""
+    root = _root()
+    wrapped = None if root is None else _wrapped(root)
+    for expression, name in wrapped[2].items() if wrapped else ():
+        source = source.replace(expression, f"L[{name!r}]")
+    return source
 
 
 def given_value(node: Any) -> Any:

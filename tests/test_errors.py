@@ -331,11 +331,11 @@ def test_logits_that_are_had_computed_in_time(grad: bool) -> None:
         torch.testing.assert_close(z.sin(), World.make().z.sin())
 
 
-def test_the_logits_of_a_compiled_projection_have_no_place() -> None:
+def test_the_logits_of_a_compiled_projection_are_from_where_it_is_called() -> None:
     head = torch.nn.Linear(4, 33)
     z = compiled(head)(torch.randn(6, 4))
     F.cross_entropy(z, torch.zeros(6, dtype=torch.int64))
-    with pytest.raises(errors.FxfuseError, match=r"the logits of the projection, but"):
+    with pytest.raises(errors.FxfuseError, match=rf"the logits of the projection at {re.escape(__file__)}:\d+, but"):
         z.retain_grad()
 
 

@@ -128,6 +128,51 @@ def test_modules_with_different_rows_have_what_each_needs_most(read: bool) -> No
     assert (sums.saved, sums.computed) == ((0, head.bytes) if read else (head.bytes, 0))
 
 
+@pytest.mark.parametrize("form", ["forward", "module", "alias"])
+def test_a_head_that_is_compiled_on_its_own_has_its_name_in_the_model(form: str) -> None:
+    model = Model()
+    if form == "forward":
+        model.lm_head.forward = compiled(model.lm_head.forward)
+    else:
+        f = compiled(model.lm_head)
+        model.lm_head = f if form == "module" else model.lm_head
+    call = model if form != "alias" else lambda y: f(model.embed(y))
+
+    def run() -> None:
+        call(ids(8))
+        call(ids(6))
+
+    report = report_of(run)
+    (head,) = heads_of(report)
+    assert (head.site.module, head.site.chain) == ("lm_head", "linear(weight) → return")
+    assert head.site.where.startswith(f"{__file__}:")
+    assert {graph.function for graph in report.graphs} == {"Linear.forward"}
+    assert "compiled again: Linear.forward (torch/nn/modules/linear.py:" in table(report)
+
+
+def test_what_dynamo_wraps_is_told_apart() -> None:
+    def project(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x @ w.t()
+
+    class Callable:
+        def __init__(self) -> None:
+            self.w = torch.randn(V, D)
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w.t()
+
+    def run() -> None:
+        sequence = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Linear(D, V))
+        for f in (functools.partial(project, torch.randn(V, D)), Callable(), sequence):
+            compiled(f)(torch.randn(6, D))
+
+    report = report_of(run)
+    names = [graph.function.rpartition("<locals>.")[2] for graph in report.graphs]
+    assert names == ["project", "Callable.__call__", "Sequential.forward"]
+    assert [site.chain for site in report.sites] == ["matmul(w) → return", "matmul(w) → return", "1 → return"]
+    assert "compiled again" not in table(report)
+
+
 def test_the_paragraph_of_a_head_has_the_bytes_of_the_totals() -> None:
     f = compiled(Model())
 

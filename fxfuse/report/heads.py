@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from .records import FusedRead, GraphRecord, Read, Report, Site, Status
+from .source import TORCH
 
 COMPUTED = ("read", "at_once")  # kinds of reads in which deferred logits, or some of their rows, were built
 
@@ -70,8 +71,10 @@ def heads_of(report: Report) -> list[Head]:
             code = site.reason.code if site.reason else ""
             # Whose weight is known is that head in whatever function; else only what is compiled again is the same.
             function = () if site.weights else (graph.compile_id.partition("/")[0], graph.function)
+            # Of a function of torch's it is where that was called.
+            where = "" if graph.where.startswith(TORCH) else site.where
             shape = (site.hidden, site.vocab, site.dtype)
-            key = (function, site.status, site.where, site.module, site.pattern, *shape, site.variant, code)
+            key = (function, site.status, where, site.module, site.pattern, *shape, site.variant, code)
             groups.setdefault(key, []).append(_Seen(compilation, graph, index, site))
     return [head for group in groups.values() for head in _alike(report, group)]
 

@@ -111,7 +111,7 @@ class Site:
             when something reads them; what reads them inside is fused) or ``"kept"`` (left as it was).
         pattern: the functions from the projection to its readers, ``"linear → view → cross_entropy"``; several
             readers are joined by ``" + "``.
-        where: ``file.py:line`` of the projection in the user's source.
+        where: ``file.py:line`` of the projection in the user's source, or of what calls a function of PyTorch's.
         module: path of the module that owns the weight, ``"lm_head"``; empty if it is no module's.
         rows: number of rows N, of all projections if the program joins several, or the symbolic expression where it is
             dynamic.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
 import os
 import re
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..compat import dynamo_source
+from ..compat import captured_frame, dynamo_source, in_captured_frame
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)  # its source is indented further
 TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
+_COMPILED = "_orig_mod"  # what torch.compile calls the module that it wraps
 OWN = str(Path(__file__).parent.parent) + os.sep
 # What a module is looked up by: Dynamo does so in ``__dict__`` where one above it has a ``__getattr__`` of its own, as
 # PEFT's have, and by getattr where it has a name that Python cannot spell.
@@ -32,9 +34,9 @@ _MODULE_PART = re.compile(
 
 
 def location(node: Node) -> str | None:
-    """``file.py:line`` of the innermost frame outside of PyTorch, or of the innermost if all are inside, or None."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return innermost(frames) or (":".join(frames[-1]) if frames else None)
+    """``file.py:line`` of the innermost frame outside of PyTorch, or of what calls that if all are inside, or None."""
+    frames = node.meta.get("stack_trace")
+    return None if frames is None else innermost(_FRAME.findall(frames)) or caller() or None
 
 
 def innermost(frames: Iterable[tuple[str, Any]]) -> str:
@@ -81,11 +83,28 @@ def function_name(node: Node) -> str:
 
 def module_path(node: Node, weight: Any) -> str:
     """Path of the module that made the projection, or else of the one that owns its weight; ``""`` if neither."""
-    for path, kind in reversed(_modules(node)):
-        if kind.rpartition(".")[2] == "Linear":
-            return path
-    path, owned, _ = dynamo_source(given(weight)).rpartition("._parameters")
-    return _clean(path) if owned else ""
+    linear = [path for path, kind in _modules(node) if kind.rpartition(".")[2] == "Linear"]
+    source, owned, _ = dynamo_source(given(weight)).rpartition("._parameters")
+    if not linear and not owned:
+        return ""
+    return (linear[-1] if linear else _clean(source)) or _path_of_captured()
+
+
+def _path_of_captured() -> str:
+    """Where the outermost of the modules that are alive has the one that is compiled on its own; empty if none has."""
+    _, module = captured_frame() or (None, None)
+    above: dict[int, tuple[torch.nn.Module, str]] = {}
+    for one in gc.get_objects():
+        is_module = issubclass(type(one), torch.nn.Module)  # a proxy may claim any class
+        children = vars(one).get("_modules", {}) if is_module else {}
+        for name, child in children.items():
+            if child is not None and above.get(id(child), (one, _COMPILED))[1] == _COMPILED:
+                above[id(child)] = one, name
+    path: list[str] = []
+    while id(module) in above:
+        module, name = above.pop(id(module))
+        path.insert(0, name)
+    return ".".join(name for name in path if name != _COMPILED)
 
 
 def projection_name(node: Node, weight: Any) -> str:
@@ -109,7 +128,10 @@ def name_of(node: Any) -> str:
 def _modules(node: Node) -> list[tuple[str, str]]:
     """The modules around a node, the outermost first, each with its class."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
-    return [(_clean(path), kind if isinstance(kind, str) else getattr(kind, "__name__", "")) for path, kind in stack]
+    return [
+        (_clean(in_captured_frame(path)), kind if isinstance(kind, str) else getattr(kind, "__name__", ""))
+        for path, kind in stack
+    ]
 
 
 def given(weight: Any) -> Any:

@@ -252,10 +252,14 @@ def _recompilations(report: Report, width: int) -> Iterator[str]:
     """For each function that was compiled more than once, how often and why."""
     again: dict[tuple[str, str], Counter[str]] = {}
     for graph in dict(compilations(report)).values():
-        if graph.recompiled:
-            cause = re.sub(r"^\d+/\d+: ", "", graph.recompiled)
-            again.setdefault((_function(graph), graph.where), Counter())[cause] += 1
+        causes = again.get(place := (_function(graph), graph.where))
+        if causes is None:  # Dynamo has one code for several functions that it wraps, and compiles that again
+            again[place] = Counter()
+        elif graph.recompiled:
+            causes[re.sub(r"^\d+/\d+: ", "", graph.recompiled)] += 1
     for (function, where), causes in again.items():
+        if not causes:
+            continue
         times = _plural(causes.total(), "time")
         lines = [_filled(f"compiled again: {function} ({_short(where)}), {times}", "", width)]
         lines += [
