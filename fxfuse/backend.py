@@ -47,7 +47,8 @@ def fxfuse(
         ``DeferredLogits``.
 
     Raises:
-        ValueError: an unknown option (the nearest known one is named), or a value of the wrong type or range.
+        ValueError: options that are no dict of strings; an unknown option (the nearest known one is named); a value of
+            the wrong type or range.
         FxfuseError: under ``fxfuse.strict``, where a head is kept dense for a reason that the user can mend.
 
     Warns:

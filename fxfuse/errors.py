@@ -95,6 +95,11 @@ def unknown_transform(step: str, known: Iterable[str]) -> ValueError:
     )
 
 
+def bad_options(given: object) -> ValueError:
+    """``options=`` of ``torch.compile`` is no dict, or has a key that is no string."""
+    return ValueError(_here(f"options must be a dict with strings for keys, not {given!r}"))
+
+
 def unknown_option(key: str, known: Iterable[str]) -> ValueError:
     """``options=`` of ``torch.compile`` has a key that is neither fxfuse's nor Inductor's."""
     known = sorted(known)

@@ -43,12 +43,16 @@ class Options:
         """Split ``given`` into fxfuse's options and those of the inner backend.
 
         Raises:
-            ValueError: an unknown key that starts with ``fxfuse.``, or a value of the wrong type or range.
+            ValueError: no dict with strings for keys; an unknown key that starts with ``fxfuse.``; a value of the wrong
+                type or range.
         """
+        given = given or {}
+        if not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+            raise errors.bad_options(given)
         own: dict[str, Any] = {}
         inner: dict[str, Any] = {}
         types = {f.name: type(f.default) for f in fields(cls)}
-        for key, value in (given or {}).items():
+        for key, value in given.items():
             if not key.startswith(PREFIX):
                 inner[key] = value
                 continue

@@ -184,6 +184,14 @@ def test_an_unknown_transform(transform: str) -> None:
     assert text.startswith(repr(transform)) and "'mul:0.5 tanh'" in text and "softsign" in text
 
 
+@triggers("bad_options")
+@pytest.mark.parametrize("options", [[1], {None: 2}], ids=str)
+def test_options_that_are_none(options: Any) -> None:
+    with pytest.raises(ValueError) as raised:
+        torch.compile(torch.sin, backend="fxfuse", options=options)(torch.ones(3))
+    assert parts(raised)[1].startswith(f"options must be a dict with strings for keys, not {options!r}")
+
+
 @triggers("unknown_option")
 def test_an_unknown_option() -> None:
     f = torch.compile(torch.sin, backend="fxfuse", options={"fxfuse.min_logit_bytes": 0})

@@ -29,7 +29,9 @@ from fxfuse.report.run import route, routed, through_fxfuse
         ({"backend": "fxfuse", "options": {"fxfuse.strict": True}}, {"options": {"fxfuse.strict": True}}),
         ({"backend": "aot_eager", "dynamic": True}, {"dynamic": True, "options": {"fxfuse.inner": "aot_eager"}}),
         ({"backend": "tvm", "options": {"trials": 9}}, {"options": {"fxfuse.inner": "tvm"}}),
-        ({"backend": "onnxrt", "mode": "fast"}, {"options": {"fxfuse.inner": "onnxrt"}}),
+        ({"backend": "cudagraphs", "mode": "fast"}, {"options": {"fxfuse.inner": "cudagraphs"}}),
+        ({"backend": "nosuch", "mode": "fast"}, {"backend": "nosuch", "mode": "fast"}),
+        ({"backend": "eager", "options": [1]}, {"options": {"fxfuse.inner": "eager"}}),
         (
             {"backend": "tvm", "options": {"guard_filter_fn": any}},
             {"options": {"fxfuse.inner": "tvm", "guard_filter_fn": any}},

@@ -242,11 +242,12 @@ def through_fxfuse(kwargs: Mapping[str, Any], inner: str | None = None) -> dict[
     is the backend to use instead of it; fxfuse's other options stay.
     """
     through = dict(kwargs, backend="fxfuse")
-    given = kwargs.get("options") or {}
+    options = kwargs.get("options")
+    given = options if isinstance(options, Mapping) else {}
     # The one option that torch.compile itself takes, whatever the backend.
     kept = {key: given[key] for key in ("guard_filter_fn",) if given.get(key) is not None}
     if inner is not None:
-        own = {key: value for key, value in given.items() if key.startswith("fxfuse.")}
+        own = {key: value for key, value in given.items() if str(key).startswith("fxfuse.")}
         through.pop("mode", None)
         return {**through, "options": {**kept, **own, "fxfuse.inner": inner}}
     backend = kwargs.get("backend")
@@ -255,6 +256,8 @@ def through_fxfuse(kwargs: Mapping[str, Any], inner: str | None = None) -> dict[
     inner = backend if isinstance(backend, str) else _registered_name(backend)
     if inner in ("inductor", "fxfuse"):
         return through
+    if inner is not None and inner not in compat.backends():
+        return dict(kwargs)  # torch refuses it by its name
     if inner is None:
         inner = "eager"
         say(
