@@ -43,6 +43,7 @@ class Head:
             under no_grad does not know, for it may be one of its arguments.
         filled: ``[V]`` bool, or None: classes whose logits are the bias alone, so that no gradient of theirs comes to
             the hidden states, not even one that is NaN.
+        unsupported: what of its call fxfuse does not support, if anything.
     """
 
     input: Handle
@@ -56,6 +57,7 @@ class Head:
     axis: int = -1
     order: tuple[int, ...] | None = None
     filled: Handle | None = None
+    unsupported: str = ""
 
     def of(self, **operands: Handle | None) -> Head:
         """The same with other operands."""

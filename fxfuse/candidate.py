@@ -15,7 +15,7 @@ from .mutation import example_of
 from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DTYPES
 from .readers import Reader
 from .reasons import Reason, because
-from .report.source import location
+from .report.source import function_name, location
 from .rules.heads import VOCABULARY_RATIO
 
 
@@ -90,6 +90,9 @@ def unfit(candidate: Candidate, autocast: bool) -> Reason | None:
     """Why the operands of a projection, under ``autocast`` or not, cannot be fused at all, if so."""
     head = candidate.head
     where = location(candidate.node)
+    if head.unsupported:
+        detail = f"{function_name(candidate.node)} has {head.unsupported}, which fxfuse does not support"
+        return because("unsupported_argument", detail, where)
     named = (("the input", head.input), ("the weight", head.weight), ("the bias", head.bias))
     for name, handle in named:
         example = example_of(handle)

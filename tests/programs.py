@@ -1613,6 +1613,10 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "log_probs_written_behind_autograd": ("mutated", _log_probs_written_behind_autograd),
     "rounded_division": ("unsupported_argument", lambda s: ce(torch.div(s.z, 2, rounding_mode="floor"), s.y)),
     "scaled_by_zero": ("unsupported_argument", lambda s: ce(s.z * 0.0, s.y)),
+    "scaled_addmm": (
+        "unsupported_argument",
+        lambda s: ce(torch.addmm(s.b, s.x.reshape(-1, HIDDEN), s.w.t(), alpha=2), s.y),
+    ),
     "legacy_reduction": ("unsupported_argument", lambda s: ce(s.z, s.y, size_average=False)),
     "smaller_index": ("shape", lambda s: s.z.gather(-1, s.y[:, :3, None])),
     "broadcast_index": ("shape", lambda s: torch.take_along_dim(s.z, s.y[:1, :, None], -1)),

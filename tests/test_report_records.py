@@ -368,6 +368,15 @@ def test_modules_have_their_names_however_these_are_spelled(key: str) -> None:
     assert [site.module for site in journal.report(since)] == [f"named.{key}", key]
 
 
+def test_a_projection_in_a_form_that_is_not_supported_is_kept_with_its_reason() -> None:
+    def scaled(m: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ce(torch.addmm(torch.zeros(64), x.flatten(0, 1), m.lm_head.weight.t(), alpha=2), y)
+
+    site = site_of(scaled)
+    assert site.status == "kept" and site.reason is not None
+    assert site.reason.sentence == "addmm has alpha=2, which fxfuse does not support"
+
+
 def test_a_place_is_read_from_frames_alone() -> None:
     node = torch.fx.Graph().placeholder("x")
     node.meta["stack_trace"] = '  File "/a"b.py", line 3, in f\n    z = head(x)  # File "other.py", line 4, in g\n'

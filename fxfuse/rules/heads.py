@@ -85,9 +85,10 @@ def mv(call: Call, input: Any, vec: Any) -> tuple[Head, ...]:
 @head(torch.addmm, "addmm")
 def addmm(call: Call, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Head | None:
     bias = call.example(input)
-    if beta != 1 or alpha != 1 or bias.dim() != 1 or bias.shape[0] != call.out.shape[-1]:
+    if bias.dim() != 1 or bias.shape[0] != call.out.shape[-1]:
         return None
-    return _head(call, mat1, mat2, input, transposed=True)
+    unsupported = next((f"{name}={value}" for name, value in (("beta", beta), ("alpha", alpha)) if value != 1), "")
+    return _head(call, mat1, mat2, input, transposed=True, unsupported=unsupported)
 
 
 @head(torch.einsum, like=lambda equation, *operands: None)
