@@ -6,6 +6,7 @@ import json
 import multiprocessing.spawn
 import subprocess
 import sys
+import zipapp
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,20 @@ def test_a_module_does_what_it_does_with_python(tmp_path: Path) -> None:
     plain = python(tmp_path, "-m", "package", "--x")
     routed = python(tmp_path, "-m", "fxfuse", "-m", "package", "--x")
     assert (routed.returncode, routed.stdout) == (0, plain.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("archived", [False, True], ids=["directory", "archive"])
+def test_a_directory_or_an_archive_does_what_it_does_with_python(archived: bool, tmp_path: Path) -> None:
+    (directory := tmp_path / "app").mkdir()
+    write(directory, "import sizes\nprint(sizes.__name__)", AS_MAIN, "__main__.py")
+    (directory / "sizes.py").touch()
+    if archived:
+        zipapp.create_archive(directory)
+    name = "app.pyz" if archived else "app"
+    plain = python(tmp_path, name, "--x")
+    routed = python(tmp_path, "-m", "fxfuse", name, "--x")
+    assert (routed.returncode, routed.stdout) == (0, plain.stdout), routed.stderr
 
 
 @pytest.mark.slow

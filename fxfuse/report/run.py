@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -38,26 +38,33 @@ class Program:
         name: what the user calls it, ``train.py`` or ``-m package.train``.
         code: its compiled source.
         file: the path of the source, ``sys.argv[0]`` as python would set it.
-        spec: what ``-m`` found; None for a script.
+        spec: what was found in a package, a directory or an archive; None for a script.
+        root: that directory or archive, ``sys.argv[0]`` in place of ``file``; None for a script and with ``-m``.
     """
 
     name: str
     code: CodeType
     file: str
     spec: ModuleSpec | None = None
+    root: str | None = None
 
 
 def script(path: str) -> Program:
-    """The program in a file.
+    """The program in a file, or ``__main__`` of a directory or an archive.
 
     Raises:
-        OSError: there is no such file.
+        OSError: there is no such file, or a directory has no ``__main__``.
+        ImportError: that cannot be run; its ``name`` is PATH.
         SyntaxError: it is not Python.
         ValueError: it has a null byte, before Python 3.12.
     """
+    spec = PathFinder.find_spec("__main__", [path])
+    if spec is not None:
+        return Program(path, *_code(path, spec), spec, path)
+    with open(path, "rb") as file:
+        source = file.read()
     # python shows absolute paths in tracebacks of a script, so that they survive os.chdir.
-    code = compile(Path(path).read_bytes(), os.path.abspath(path), "exec", dont_inherit=True)
-    return Program(path, code, path)
+    return Program(path, compile(source, os.path.abspath(path), "exec", dont_inherit=True), path)
 
 
 def module(name: str) -> Program:
@@ -78,10 +85,15 @@ def module(name: str) -> Program:
         spec = importlib.util.find_spec(f"{name}.__main__")
     if spec is None:
         raise ModuleNotFoundError(f"No module named {name}", name=name)
+    return Program(f"-m {name}", *_code(name, spec), spec)
+
+
+def _code(name: str, spec: ModuleSpec) -> tuple[CodeType, str]:
+    """The code of what was found by a name, and its file."""
     code = getattr(spec.loader, "get_code", lambda _: None)(spec.name)
     if code is None or spec.origin is None:
         raise ImportError(f"No code object available for {name}", name=name)
-    return Program(f"-m {name}", code, spec.origin, spec)
+    return code, spec.origin
 
 
 def run(program: Program, args: Sequence[str]) -> tuple[dict[str, Any], BaseException | None]:
@@ -93,15 +105,17 @@ def run(program: Program, args: Sequence[str]) -> tuple[dict[str, Any], BaseExce
     """
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(program.file)
+    is_safe = getattr(sys.flags, "safe_path", False)  # else `python -m` had put the working directory first
     if program.spec is None:
         main.__loader__ = SourceFileLoader("__main__", main.__file__)
-        if not getattr(sys.flags, "safe_path", False):
-            # `python -m` had put the working directory there
+        if not is_safe:
             sys.path[0] = os.path.dirname(os.path.realpath(program.file))
     else:
         main.__spec__, main.__loader__, main.__package__ = program.spec, program.spec.loader, program.spec.parent
+    if program.root is not None:
+        sys.path[: not is_safe] = [os.path.abspath(program.root)]
     sys.modules["__main__"] = main
-    sys.argv = [program.file, *args]
+    sys.argv = [program.root or program.file, *args]
     try:
         exec(program.code, main.__dict__)
     except BaseException as error:  # SystemExit and KeyboardInterrupt end the program too, and have a report
