@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import types
@@ -329,6 +330,17 @@ def _wrapped(root: Any) -> tuple[types.CodeType, Any, dict[str, str]] | None:
     return code, owner, names if owner is None else {place: "self", **names}
 
 
+COMPILED = "_orig_mod"  # the name of a module in what torch.compile makes of it
+
+
+def modules_in_modules() -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Every module that is alive in another: that one, the name, the module."""
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.nn.Module):  # a proxy may claim any class
+            children = vars(one).get("_modules", {})  # it may be half made
+            yield from ((one, name, child) for name, child in [*children.items()] if child is not None)
+
+
 RESUMED = "torch_dynamo_resume_in_"  # what the name of such code starts with; then the function, "_at_" and the line
 
 
@@ -433,7 +445,7 @@ def given_value(node: Any) -> Any:
 
 def uncompiled(fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """What was compiled into ``fn``, and the options it was compiled with as far as they can be found."""
-    inner = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", None))
+    inner = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, COMPILED, None))
     if inner is None:
         return fn, {}
     backend = getattr(getattr(fn, "dynamo_ctx", None), "callback", None)

@@ -163,7 +163,8 @@ def _report(given: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict()) if given.json else for_stream(report, out), file=out, flush=True)
         forms.show(report, given, out)
     except OSError as error:  # a full disk, or a reader that has gone
-        _abandon(out.fileno(), *(() if given.json or sys.__stdout__ is None else (1,)))
+        shared = sys.__stdout__ is not None and not given.json  # else 1 is standard error's, or something else's
+        _abandon(out.fileno(), *((1,) if shared else ()))
         status = _say(status or UNWRITTEN, f"cannot write standard output: {error.strerror}")
     for line in lines:
         _say(status, line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import linecache
 import os
 import re
@@ -17,14 +16,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..compat import captured_frame, dynamo_source, in_captured_frame
+from ..compat import COMPILED, captured_frame, dynamo_source, in_captured_frame, modules_in_modules
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)  # its source is indented further
 TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
-_COMPILED = "_orig_mod"  # what torch.compile calls the module that it wraps
 OWN = str(Path(__file__).parent.parent) + os.sep
-# What a module is looked up by: Dynamo does so in ``__dict__`` where one above it has a ``__getattr__`` of its own, as
-# PEFT's have, and by getattr where it has a name that Python cannot spell.
+# How Dynamo looks up a module: in ``__dict__`` where one above it has a ``__getattr__`` of its own, as PEFT's have, and
+# by getattr where it has a name that Python cannot spell.
 _TEXT = r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\""""
 _MODULE_PART = re.compile(
     r"(?:\.|\.__dict__\[')_(?:modules|parameters|buffers)(?:'\])?\[(?:" + _TEXT + r")\]"
@@ -94,17 +92,14 @@ def _path_of_captured() -> str:
     """Where the outermost of the modules that are alive has the one that is compiled on its own; empty if none has."""
     _, module = captured_frame() or (None, None)
     above: dict[int, tuple[torch.nn.Module, str]] = {}
-    for one in gc.get_objects():
-        is_module = issubclass(type(one), torch.nn.Module)  # a proxy may claim any class
-        children = vars(one).get("_modules", {}) if is_module else {}
-        for name, child in children.items():
-            if child is not None and above.get(id(child), (one, _COMPILED))[1] == _COMPILED:
-                above[id(child)] = one, name
+    for one, name, child in modules_in_modules():
+        if above.get(id(child), (one, COMPILED))[1] == COMPILED:  # the user's own name for it comes first
+            above[id(child)] = one, name
     path: list[str] = []
     while id(module) in above:
         module, name = above.pop(id(module))
         path.insert(0, name)
-    return ".".join(name for name in path if name != _COMPILED)
+    return ".".join(name for name in path if name != COMPILED)
 
 
 def projection_name(node: Node, weight: Any) -> str:
