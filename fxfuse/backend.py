@@ -72,7 +72,8 @@ def fxfuse(
     with journal.recorded(sites, replace(record, unmasked=unmasked), watched):
         for site in sites:
             if own.strict and site.reason is not None and site.reason.mendable:
-                raise compat.as_raised(errors.kept_dense(site.where, site.reason))
+                refusal = errors.kept_dense(site.where, site.reason)
+                raise compat.as_raised(refusal)
         run = _compiled(gm, example_inputs, inner, own, sites, bool(unmasked))
     if escapes:
         assert isinstance(results, (tuple, list))

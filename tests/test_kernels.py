@@ -770,7 +770,7 @@ def rows_go_from_the_order_of_the_list_to_where_they_are_from(dtype: torch.dtype
         expected[listed.long()] = values[:count].to(dtype)
         for most in (16, 48, 112):
             d_input = values.to(dtype, copy=True)
-            rows = Rows(order, listed.new_tensor([count]), most, -(-100 // most), 16)
+            rows = Rows(order, listed.new_tensor([count]), most, -(-100 // most))
             call.unlist(rows, d_input, call.empty(most, call.hidden, dtype=dtype))
             assert torch.equal(d_input, expected), (count, most)
 
