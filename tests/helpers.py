@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -239,7 +239,7 @@ def dense_reads() -> Iterator[Reads]:
         reads.deferrals += 1
         describe(*args)
 
-    making = sys.modules["fxfuse.defer"]
+    making = importlib.import_module("fxfuse.defer")
     describe = making.describe
     with mock.patch.object(making, "describe", counted):
         yield reads
