@@ -147,8 +147,9 @@ MOST_COLUMNS = 1.12
 # that many rows more; but fewer may fill the device better.
 MAXIMA_AND_SUMS = (TOGETHER["stats"], Tile(128, 256, 64, 4, 4, takes_turns=True, together=True))
 TILE_COST = 12  # rows
-# What the gathered rows of a span of statistics may take, and what a span costs beside its products, as
-# multiplications and additions of one program: some 10 us of small kernels and of its own beginning and end.
+# What the gathered rows of a span of statistics may take. What a span costs beside its products, as multiplications and
+# additions of one processor (3e12 a second): some 30 us of small kernels and of its own beginning and end; and for each
+# element of the weight, which it reads meanwhile.
 STATS_BYTES, SPAN_COST, READ_COST = 12 << 20, 1e8, 1.4
 SHARED = Tile(128, 128, 64, 4, 3, slots=2)
 SHORT = 1536
@@ -283,8 +284,8 @@ def spans_of_stats(
     """The spans, as (tile, rows), in which statistics of so many rows of logits take the least time, by and large.
 
     A span has as many programs for each block of its rows as there are, each with a lane of the vocabulary, and waits
-    for the longest: so some numbers of blocks leave fewer without work than others. Spans that are best for their
-    rows come first, and then those that are best for the rest.
+    for the longest: so some numbers of blocks leave fewer without work than others. Many rows begin with the span that
+    is best for its own rows; those that are best together are looked for among the rest.
     """
     unit = math.gcd(*(tile.rows for tile in choices))
     spans = []
