@@ -27,7 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from fxfuse.kernels import dlogits, launcher, recorder, stats, tiles  # noqa: E402
+from fxfuse.kernels import dlogits, launcher, prepared, recorder, stats, tiles  # noqa: E402
 from fxfuse.ops import cuda, gpu, hopper  # noqa: E402
 
 pytestmark = [
@@ -197,6 +197,32 @@ def waits_before_memory(lines: list[tuple[str, str]]) -> bool:
     return waits < next(i for i, name in enumerate(names) if re.search(MEMORY, name))
 
 
+def parameter_sizes(ptx: str) -> list[int]:
+    """Of the kernel that it is, in bytes."""
+    declared = re.search(r"\.entry [^(]*\((.*?)\)\n", ptx, re.DOTALL)
+    assert declared is not None
+    found = re.findall(r"\.param (?:\.align \d+ )?\.(\w)(\d+)[^\[,]*(?:\[(\d+)\])?,?$", declared[1], re.MULTILINE)
+    assert len(found) == declared[1].count(".param")
+    return [int(bits) // 8 * int(count or 1) for _, bits, count in found]
+
+
+class Library:
+    """CUDA's driver, of one kernel's parameters."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.maps = sizes, 0
+
+    def cuFuncGetParamInfo(self, function: int, at: int, offset: Any, size: Any) -> int:
+        if at == len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[at]
+        return 0
+
+    def cuTensorMapEncodeTiled(self, *how: Any) -> int:
+        self.maps += 1
+        return 0
+
+
 # Every tile of the table, and every optional part of a kernel, but not every combination: this file is to be quick.
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CONFIGURATIONS = [
@@ -268,6 +294,10 @@ def test_compiles(
         compiled = compile_ahead(launch, capability)
         assert compiled.asm["cubin"][:4] == b"\x7fELF"
         assert compiled.metadata.shared <= shared_memory
+        library = Library(parameter_sizes(compiled.asm["ptx"]))
+        monkeypatch.setattr(prepared, "library", lambda library=library: library)
+        ready = prepared.prepare(compiled, (1,), launch.args)
+        assert ready is not None and len(ready.maps) == library.maps, launch.kernel.__name__
         lines = disassembled(compiled.asm["cubin"], tmp_path)
         multiplies = launch.kernel.is_gluon() or "tt.dot" in compiled.asm["ttir"]
         if multiplies and capability < 100:

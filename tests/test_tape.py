@@ -222,6 +222,9 @@ class Doubled:
     def place(self, tensor: Tensor) -> Any:
         return tensor
 
+    def prepare(self, grid: tuple[int, ...], args: Any) -> None:
+        return None
+
     def numbers(self, place: Any, count: int) -> Any:
         return place[:count]
 

@@ -27,6 +27,7 @@ from triton.runtime import JITFunction, driver
 
 from .. import compat
 from . import tiles
+from .prepared import Prepared, prepare
 
 try:
     from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
@@ -58,6 +59,9 @@ class Launchable(Protocol):
     def place(self, tensor: Tensor) -> Any:
         """What stands for a tensor among the arguments: its address, if ``by_address``."""
 
+    def prepare(self, grid: tuple[int, ...], args: Sequence[Any]) -> Prepared | None:
+        """The launch for CUDA's driver, see ``prepared``; None if it cannot be launched so."""
+
     @property
     def by_address(self) -> bool:
         """Whether the address is all that a kernel knows of a tensor."""
@@ -79,6 +83,9 @@ class _Compiled(NamedTuple):
         else:
             self.run(*grid, on, self.function, self.metadata, None, None, None, *args, *self.constants)
 
+    def prepare(self, grid: tuple[int, ...], args: Sequence[Any]) -> Prepared | None:
+        return prepare(self.kernel, grid, args)
+
     def place(self, tensor: Tensor) -> int:
         return tensor.data_ptr()  # of a tensor itself Triton would ask CUDA whether it has the memory
 
@@ -91,6 +98,9 @@ class _Interpreted(NamedTuple):
     def launch(self, grid: tuple[int, ...], args: Sequence[Any], on: int | None = None) -> None:
         with compat.disable_dispatch_modes():  # the interpreter calls PyTorch
             self.kernel[grid](*args, **self.constants)
+
+    def prepare(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        return None
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -32,6 +32,8 @@ MOST_STEPS = 512
 MOST_TAPES = 128
 ATTEMPTS = 3
 
+_PLAIN = frozenset((bool, int, float, str))
+
 _tapes: dict[Hashable, Tape | int] = {}  # or calls so far
 _lock = threading.RLock()  # a finaliser that calls an op may run anywhere
 
@@ -39,19 +41,21 @@ _lock = threading.RLock()  # a finaliser that calls an op may run anywhere
 def replayed(op: Callable[..., R]) -> Callable[..., R]:
     """``op``, whose later calls are played from a tape.
 
-    Its arguments are tensors, the first leaf among them, and what is hashed by value; tuples of these; and objects
-    whose ``leaves`` are a tuple of these.
+    Its arguments are tensors, at least one, and what is hashed by value; tuples of these; and objects whose ``leaves``
+    are a tuple of these.
     """
 
     @functools.wraps(op)
     def played(*args: Any) -> R:
-        leaves = _leaves(args)
+        tensors: list[Tensor] = []
+        looks: list[Hashable] = [op]
+        _look(args, tensors, looks)
         if launcher.is_nested():
             # By ``launcher.rehearse``; anything else has come in between.
-            rehearsed = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+            rehearsed = any(tensor.is_meta for tensor in tensors)
             return op(*args) if rehearsed else launcher.undisturbed(played, *args)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (op, tiles.dot_precision(leaves[0].dtype), *map(_look, leaves))
+        looks.append(tiles.dot_precision(tensors[0].dtype))
+        key = tuple(looks)
         found = _tapes.get(key, 0)
         if isinstance(found, Tape):
             return found.play(*tensors)
@@ -79,23 +83,18 @@ def _keep(key: Hashable, value: Tape | int) -> None:
         _tapes[key] = value
 
 
-def _leaves(value: tuple[Any, ...]) -> list[Any]:
-    leaves = []
-    for item in value:
-        if isinstance(item, Tensor):
-            leaves.append(item)
-        elif isinstance(item := getattr(item, "leaves", item), tuple):
-            leaves += _leaves(item)
+def _look(values: tuple[Any, ...], tensors: list[Tensor], looks: list[Hashable]) -> None:
+    """Add the tensors among the leaves, and of each leaf all that an op may depend on but a tensor's values."""
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            looks.append((value.dtype, value.get_device(), value.shape, value.stride(), value.data_ptr() % 16))
+        elif value is None or type(value) in _PLAIN:
+            looks.append(value)
+        elif isinstance(within := getattr(value, "leaves", value), tuple):
+            _look(within, tensors, looks)
         else:
-            leaves.append(item)
-    return leaves
-
-
-def _look(leaf: Any) -> Hashable:
-    """All of a leaf that an op may depend on, but a tensor's values."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.dtype, leaf.get_device(), leaf.shape, leaf.stride(), leaf.data_ptr() % 16
+            looks.append(within)
 
 
 def _is_fixed(template: Any) -> bool:

@@ -3,11 +3,16 @@
 It calls PyTorch and launches kernels, one after the other, and knows from where among the values so far each argument
 comes. To a compiled kernel a tensor is where it begins, so views that only kernels are given are not made anew, and
 small memory that only they see is allocated together.
+
+Compiled kernels are launched by CUDA's driver (``prepared``), whose arguments are kept from call to call, so by one
+call at a time. Triton launches those of a call meanwhile, of another thread or of a finaliser, and what the driver
+refuses, so that an error is Triton's.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import launcher
+from .prepared import library
 
 # Of memory that is allocated together: bytes of one tensor, and what each begins at a multiple of.
 MOST_POOLED, ALIGNMENT = 1 << 20, 512
@@ -56,8 +62,8 @@ class Step(Protocol):
     def needs_tensors(self) -> set[int]:
         """Of those, the ones that are more than addresses to it."""
 
-    def line(self, source: _Source) -> str:
-        """The statement that does it, with the values before it as v0, v1 ..., their addresses as a0, a1 ..."""
+    def lines(self, source: _Source) -> list[str]:
+        """What does it, with the values before it as v0, v1 ..., their addresses as a0, a1 ..."""
 
 
 class Called:
@@ -75,14 +81,14 @@ class Called:
 
     needs_tensors = needs
 
-    def line(self, source: _Source) -> str:
+    def lines(self, source: _Source) -> list[str]:
         results = "".join(f"v{at}, " for at in self.results)
         results = results[:-2] if self.single else f"({results})"
         if self.allocation:
-            return f"{results} = {source.name(self.allocation)}()"
+            return [f"{results} = {source.name(self.allocation)}()"]
         args = [f"v{arg.at}" if isinstance(arg, Place) else source.name(arg) for arg in self.args]
         kwargs = [f"{name}={source.name(value)}" for name, value in self.kwargs.items()]
-        return f"{results} = {source.name(self.func)}({', '.join([*args, *kwargs])})"
+        return [f"{results} = {source.name(self.func)}({', '.join([*args, *kwargs])})"]
 
 
 def _allocation(func: Any, args: list[Any], result: Tensor) -> Callable[[], Tensor] | None:
@@ -124,9 +130,24 @@ class Launched:
 
         return Launched(self.kernel, self.grid, [place(arg) for arg in self.args])
 
-    def line(self, source: _Source) -> str:
+    def lines(self, source: _Source) -> list[str]:
         args = "".join(self._argument(arg, source) + ", " for arg in self.args)
-        return f"{source.name(self.kernel.launch)}({source.name(self.grid)}, ({args}), on)"
+        launch = f"{source.name(self.kernel.launch)}({source.name(self.grid)}, ({args}), on)"
+        ready = self.kernel.prepare(self.grid, self.args)
+        if ready is None:
+            return [launch]
+        source.name(ready)  # which keeps the memory that all of it points to
+        addresses = "".join(self._argument(arg, source) + ", " for arg in ready.addressed)
+        replace, launch_by_driver = map(source.name, (library().cuTensorMapReplaceAddress, library().cuLaunchKernelEx))
+        calls = [f"{replace}({source.name(map)}, {self._argument(base, source)})" for map, base in ready.maps]
+        calls.append(f"{launch_by_driver}({', '.join(map(source.name, ready.arguments))})")
+        return [
+            "if alone:",
+            f" {source.name(ready.addresses)}[:] = ({addresses})",
+            f" {source.name(ready.config)}.stream = on",
+            f"if not alone or {' or '.join(calls)}:",  # each returns zero if it did what it should
+            f" {launch}",
+        ]
 
     def _argument(self, arg: Any, source: _Source) -> str:
         if isinstance(arg, Address):
@@ -163,7 +184,9 @@ class _Source:
     def __init__(self, given: int, steps: list[Step]) -> None:
         self.names: dict[str, Any] = {}
         self.addressed = set().union(*(step.needs() - step.needs_tensors() for step in steps))
-        self.lines = [f"def play({', '.join(f'v{at}' for at in range(given))}):", f"on = {self.name(_stream)}()"]
+        self.busy = threading.Lock()
+        self.lines: list[str] = []
+        self.given = given
         self._addresses(range(given))
 
     def name(self, value: Any) -> str:
@@ -176,7 +199,7 @@ class _Source:
 
     def add(self, step: Step, dead: set[int]) -> None:
         """``dead`` are the values that nothing needs after it, so that their memory is free for others."""
-        self.lines.append(step.line(self))
+        self.lines += step.lines(self)
         self._addresses(step.results)
         if dead:
             self.lines.append("del " + ", ".join(f"v{at}" for at in dead))
@@ -185,9 +208,18 @@ class _Source:
         self.lines += [f"a{at} = v{at}.data_ptr()" for at in places if at in self.addressed]
 
     def function(self, result: Any) -> Any:
-        self.lines.append(f"return {self._filled(result)}")
+        lines = [
+            f"def play({', '.join(f'v{at}' for at in range(self.given))}):",
+            f" on = {self.name(_stream)}()",
+            f" alone = on is not None and {self.name(self.busy.acquire)}(False)",
+            " try:",
+            *(f"  {line}" for line in self.lines),
+            f"  return {self._filled(result)}",
+            " finally:",
+            f"  if alone: {self.name(self.busy.release)}()",
+        ]
         made: dict[str, Any] = {}
-        exec(compile("\n ".join(self.lines), "<tape>", "exec"), self.names, made)
+        exec(compile("\n".join(lines), "<tape>", "exec"), self.names, made)
         return made["play"]
 
     def _filled(self, template: Any) -> str:

@@ -281,19 +281,19 @@ def takes(input: Tensor, weight: Tensor) -> bool:
 
 
 def fits(input: Tensor, weight: Tensor) -> bool:
-    """Whether these kernels compute with operands of such shapes, strides and dtypes.
+    """Whether these kernels compute with operands of such shapes and strides, where ``tiles.has_descriptors(input)``.
 
     The weight must have one unit stride. The input is gathered, so its strides do not matter.
     """
-    if input.shape[0] == 0 or not tiles.has_descriptors(input):
-        return False
-    along = 1 if weight.stride(1) == 1 else 0
+    (rows, hidden), strides = input.shape, weight.stride()
+    along = 1 if strides[1] == 1 else 0
     vector = 16  # elements, twice what a descriptor wants: fewer have not been tried
     return (
-        input.shape[1] % vector == 0
-        and weight.stride(along) == 1
-        and weight.stride(1 - along) % vector == 0
-        and weight.stride(1 - along) >= weight.shape[along]
+        rows > 0
+        and hidden % vector == 0
+        and strides[along] == 1
+        and strides[1 - along] % vector == 0
+        and strides[1 - along] >= weight.shape[along]
     )
 
 
