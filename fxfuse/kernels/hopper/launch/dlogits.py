@@ -85,7 +85,7 @@ class GradientsOfLogits(Statistics):
             out.log_prob,
             out.class_sum if with_class_sums else None,
             bad.order,
-            bad.length[chunk],
+            bad.lengths[chunk],
             bad.row,
             bad.gathered,
             self.scale,
@@ -103,7 +103,7 @@ class GradientsOfLogits(Statistics):
             num_warps=8,
         )
         # Where there are no bad rows, these launches find that out.
-        again = Listed(bad.order, bad.length[chunk])
+        again = Listed(bad.order, bad.lengths[chunk])
         # Class sums do not depend on offsets.
         statistics = out._replace(class_sum=self.empty(0))
         self.stats_of(self.stats_span(again, rows.most, statistics), bad.gathered, statistics)

@@ -7,6 +7,7 @@ bytes: ``bias [V]`` or None, ``index [N, K]`` int64, ``class_weight [V]`` float3
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class Bad(NamedTuple):
     """The rows of a chunk whose offset proved bad."""
 
     order: Tensor  # [most] int32: as rows of N
-    length: Tensor  # [chunks, 4] int32: how many, in column 0; the rest is there for alignment
+    lengths: tuple[Tensor, ...]  # for each chunk a counter: how many, in its first
     row: Tensor  # [most] int32: as rows of the chunk
     gathered: Tensor  # [most, D]
 
@@ -158,14 +159,15 @@ class Described(Operands):
         return self._scratch[key]
 
     def counter(self, tile: tiles.Tile) -> tuple[Tensor, ...]:
-        """A zero ``[4]`` int32 of which a launch has the first, if the programs of such tiles meet; or nothing."""
+        """A counter for a launch, if the programs of such tiles meet; or nothing."""
         return (next(self._counters),) if tile.together else ()
 
     @functools.cached_property
     def _counters(self) -> Iterator[Tensor]:
+        """Zeros, ``[4]`` int32 each, of which the first counts and the rest is there for alignment."""
+
         def zeros() -> Iterator[Tensor]:
             while True:
-                # The rest of each is there for alignment.
                 yield from torch.zeros((COUNTERS, 4), dtype=torch.int32, device=self.input.device)
 
         return zeros()
@@ -207,7 +209,7 @@ class Described(Operands):
     def no_bad(self, rows: Rows, gathered: Tensor) -> Bad:
         return Bad(
             self.empty(rows.most, dtype=torch.int32),
-            torch.zeros((rows.chunks, 4), dtype=torch.int32, device=self.input.device),
+            tuple(itertools.islice(self._counters, rows.chunks)),
             self.empty(rows.most, dtype=torch.int32),
             gathered,
         )
