@@ -82,6 +82,8 @@ class DeferredLogits(LazyTensor):
         elif func is _REGISTER_HOOK and compat.is_signal(args[1]):
             for origin in args[0]._deferred.origins:
                 origin.signals.append(args[1])
+        elif func is _REGISTER_HOOK and compat.is_factor(args[1]) and args[0]._deferred.thunk is None:
+            args[0]._deferred.origin.factors.append(args[1])
         elif func in _OF_GRADIENTS:
             _gradient_is_wanted(func, args, kwargs)
         elif func is _SETITEM and (masked := _as_mask(*args)) and _become(_method("masked_fill_"), masked, {}):
@@ -155,6 +157,8 @@ _OF_GRADIENTS = {
 
 def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
     """From now on gradients pass through the tensor that ``func`` is about; refuse if some have gone past it."""
+    if func == _GRAD_FN and compat.node_is_only_asked_for():
+        return
     wanted = args[:1]
     if func in (_GRAD, _BACKWARD):
         wanted = kwargs.get("inputs", args[1] if func is _GRAD and len(args) > 1 else ())
@@ -309,6 +313,9 @@ def _apply_locked(
     entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs: Any, deferred: list[DeferredLogits]
 ) -> Any:
     if not all(map(_is_described, deferred)):
+        return NotImplemented
+    origins = {id(origin): origin for t in deferred for origin in t._deferred.origins}.values()
+    if len(origins) > 1 and any(origin.factors for origin in origins):  # which are for the gradient of one
         return NotImplemented
     stacked = any(isinstance(_description(t), tuple) for t in deferred)
     if stacked and not entry.takes_parts:

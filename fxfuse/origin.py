@@ -167,6 +167,7 @@ class Origin:
         hooked: something waits for the gradient of one of them, so that all gradients must pass through it.
         bypassed: a fused op has read one of them, and its gradients do not pass through any.
         signals: hooks that are to be called when a backward pass comes here, whatever its gradient is.
+        factors: hooks of the output that multiply its gradient, or as well one of what was made of it.
         way: how the output came to be, for the report; None where that is not known.
         given: entries that fused ops have returned.
         is_read: the output has values.
@@ -182,6 +183,7 @@ class Origin:
     hooked: bool = False
     bypassed: bool = False
     signals: list[Callable[[Tensor], Any]] = field(default_factory=list)
+    factors: list[Callable[[Tensor], Any]] = field(default_factory=list)
     way: Way | None = None
     given: list[Given] = field(default_factory=list)
     is_read: bool = False

@@ -145,8 +145,8 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     for one, _ in found.values():
         one.bypassed |= grad
         for result in results:
-            for signal in one.signals if result.requires_grad else ():
-                result.register_hook(signal)
+            for hook in (*one.signals, *one.factors) if result.requires_grad else ():
+                result.register_hook(hook)
     # Of what was read under no_grad, no gradient goes through the normaliser.
     origin.remember([replace(one, source=replace(one.source, requires_grad=grad)) for one in readers], results)
     return results

@@ -953,6 +953,89 @@ def test_a_hook_after_a_loss_that_the_graph_fused_is_refused() -> None:
         z.register_hook(print)
 
 
+# As in DeepSpeed's engine, of which no more than this concerns outputs.
+DEEPSPEED = """
+class OutputBackwardHookManager:
+    def __init__(self, factor):
+        self.factor, self.calls = factor, 0
+
+    def _make_backward_hook(self, tensor):
+        def backward_hook(grad):
+            self.calls += 1
+            return None if grad is None else grad * self.factor
+
+        return backward_hook
+
+    def _traverse_and_register_hooks(self, outputs):
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(self._make_backward_hook(output))
+"""
+
+
+def deepspeed_hooks(factor: float, *outputs: Tensor) -> Any:
+    names: dict[str, Any] = {"__name__": "deepspeed.runtime.utils"}
+    exec(DEEPSPEED, names)
+    manager = names["OutputBackwardHookManager"](factor)
+    manager._traverse_and_register_hooks(outputs)
+    return manager
+
+
+def _factor_of_several_readers(z: Tensor, s: World) -> Any:
+    deepspeed_hooks(0.5, z)
+    flat = z.view(-1, VOCAB)
+    log_probs = (z.double() * 2).log_softmax(-1).gather(-1, s.y[..., None])
+    return ce(z, s.y), log_probs, z.logsumexp(-1), F.cross_entropy(flat[2:5], s.y.view(-1)[2:5])
+
+
+def _factors_of_two_calls(z: Tensor, s: World) -> Any:
+    deepspeed_hooks(0.5, z)
+    return ce(z, s.y) + s.zb.logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("program", [_factor_of_several_readers, _factors_of_two_calls])
+def test_a_factor_of_the_gradient_is_one_of_fused_losses(program: Program, device: str) -> None:
+    assert_as_eager(program, device, builds=0)
+
+
+def test_factors_count_once(device: str) -> None:
+    """On what is computed densely, of what was detached, and where each of two outputs has one of its own."""
+
+    def dense(z: Tensor, s: World) -> Any:
+        deepspeed_hooks(0.5, z)
+        return z.sin(), z.detach().logsumexp(-1), ce(z.detach().requires_grad_(), s.y)
+
+    def of_two(z: Tensor, s: World) -> Any:
+        other = s.zb
+        deepspeed_hooks(0.5, z, other)
+        return F.kl_div(z.log_softmax(-1), other.log_softmax(-1), log_target=True, reduction="sum")
+
+    def of_a_view(z: Tensor, s: World) -> Any:
+        view = z.view(-1, VOCAB)
+        deepspeed_hooks(0.5, view)
+        return F.cross_entropy(view, s.y.view(-1)), z.logsumexp(-1)
+
+    for program in (dense, of_two, of_a_view):
+        assert_as_eager(program, device)
+
+
+def test_deepspeed_may_hook_logits_beside_a_loss_of_the_graph() -> None:
+    """The gradient of that does not come by, as with Inductor; one of a further loss does."""
+    torch._dynamo.reset()
+    s, t = World.make(), World.make()
+    loss, z = compiled(lambda s: (lambda z: (ce(z, s.y), z))(s.z))(s)
+    manager = deepspeed_hooks(0.5, loss, z)
+    loss.backward(retain_graph=True)
+    assert isinstance(z, DeferredLogits) and manager.calls == 1
+    (ce(t.z, t.y) * 0.5).backward()
+    torch.testing.assert_close(s.w.grad, t.w.grad)
+    ce(z, s.masked).backward()
+    (ce(t.z, t.masked) * 0.5).backward()
+    assert manager.calls == 2
+    torch.testing.assert_close(s.w.grad, t.w.grad)
+    torch.testing.assert_close(s.x.grad, t.x.grad)
+
+
 def test_a_hook_on_a_leaf_that_no_fused_loss_has_read(device: str) -> None:
     def program(z: Tensor, s: World) -> Any:
         loss = ce(z, s.y)
