@@ -99,7 +99,7 @@ class Analysis:
             self._returned(node)
         elif len(values) == 1 and isinstance(values[0], ClassTensor) and _is_size_of(node, values[0]):
             self._owner_of(values[0]).sizes.append((node, values[0]))
-        elif len(values) == 1 and _is_unused_size(node):
+        elif len(values) == 1 and _is_unused_question(node):
             self._owner_of(values[0]).derived += (node, *node.users)
         elif values:
             self._use(node, values)
@@ -116,6 +116,8 @@ class Analysis:
             return
         known = [head for head in heads if isinstance(head.vocab, int)] or heads  # as a weight's sizes are
         head = known[-1 if node in self.turned else 0]
+        if head.vocab == 1:  # nothing to choose from: a number for each row, such as a temperature
+            return
         head = head.of(weight=self._first_alike(head.weight))
         if len(known) > 1:
             self.turnable.add(node)
@@ -478,12 +480,14 @@ def _is_size_of(node: Node, value: ClassTensor) -> bool:
     return node.target is torch.ops.aten.sym_size.int and node.args[1] in rows
 
 
-def _is_unused_size(node: Node) -> bool:
-    """Whether a node asks for sizes that nothing takes: Dynamo puts symbols in their place, but in checkpointed bodies
-    leaves the question.
+def _is_unused_question(node: Node) -> bool:
+    """Whether a node asks what a tensor is, not what it holds, and nothing takes the answer.
+
+    Dynamo puts numbers and symbols in their place, but leaves some questions: all of sizes in checkpointed bodies.
     """
     unused = all(user.target is operator.getitem and not user.users for user in node.users)
-    return node.op == "call_method" and node.target == "size" and unused
+    asks = called(node) is getattr and not isinstance(example_of(node), Tensor)
+    return unused and (asks or (node.op == "call_method" and node.target in ("size", "dim_order")))
 
 
 def _is_only_detached(node: Node) -> bool:

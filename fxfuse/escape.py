@@ -167,6 +167,7 @@ def _hides_gradients(returned: Node) -> bool:
     a view's gradient: it leaves out hooks and ``torch.autograd.Function``s that have no memory of their own.
     """
     example, memory, node, has_hook = example_of(returned), storages(returned), returned, False
+    made = example
     while isinstance(example, Tensor) and example.requires_grad and node.op in ("call_function", "call_method"):
         made_of = node.args[0] if node.args else None
         if function_name(node) == "register_hook" or (
@@ -179,7 +180,8 @@ def _hides_gradients(returned: Node) -> bool:
         if not (node.op == "call_method" or is_pure(node.target)):
             return bool(sources) or (example._is_view() and _changes_gradients(node))
         has_hook |= any(function_name(user) == "register_hook" for user in node.users)
-        made = example_of(node)
+        if isinstance(example_of(node), Tensor):  # else it was one of several
+            made = example_of(node)
         if has_hook or not sources or (made.is_leaf and made._is_view()):  # under no_grad: none goes past it
             return bool(sources)
         node = sources[0]

@@ -413,6 +413,12 @@ def _temperatures(s: World) -> Any:
     return a, b, (z * s.b[:BATCH].view(-1, 1, 1)).logsumexp(-1)
 
 
+def _temperature_of_each_row(s: World) -> Any:
+    """Projected to one class of its own."""
+    t, u = F.linear(s.x, s.w[:1]), F.softplus(F.linear(s.x, s.w[1:2], s.b[:1]))
+    return ce(s.z * t, s.y), (s.z / u).logsumexp(-1), ce(s.zb / u, s.masked, label_smoothing=0.1)
+
+
 def _temperatures_over_biases(s: World) -> Any:
     """Every one of the row's temperatures is also the bias's, but not of what is added after it."""
     t, u = s.x[..., :1].exp(), s.b[:BATCH].exp().view(-1, 1, 1)
@@ -531,6 +537,13 @@ def _split_rows(s: World) -> Any:
         c.logsumexp(-1),
         (e - 1).logsumexp(-1) + f.sum(-1),
     )
+
+
+def _questions(s: World) -> Any:
+    """That Dynamo leaves in the graph, with the answers in their place."""
+    z = s.z
+    told = z.is_meta, z.is_cpu, z.is_mps, z.is_leaf, z.itemsize, z.retains_grad, z.output_nr, z.dim_order()
+    return ce(z, s.y) * (sum(told[:-1]) + len(told[-1]))
 
 
 def _chunked_heads(s: World) -> Any:
@@ -1037,6 +1050,8 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "less_logits": _less_logits,
     "bias_of_the_program": _bias_of_the_program,
     "temperatures": _temperatures,
+    "temperature_of_each_row": _temperature_of_each_row,
+    "questions": _questions,
     "temperatures_over_biases": _temperatures_over_biases,
     "temperature_over_a_mask": _temperature_over_a_mask,
     "row_shifts": _row_shifts,
@@ -1552,6 +1567,10 @@ def _returned_after_an_assignment(s: World) -> Any:
 
 # Logits that a graph returns, and what else it does with them is fused.
 DEFERRED: dict[str, Callable[[World], Any]] = {
+    "parts_of_hidden_states": lambda s: (
+        *(s.project(x, s.w) for x in (s.x * 2).chunk(2, dim=1)),
+        s.project((s.x * 3).unbind(1)[-1], s.w),
+    ),
     "returned": _returned,
     "returned_alone": lambda s: s.zb,
     "returned_rows": lambda s: s.z[:, 1:].contiguous(),
