@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -210,6 +211,20 @@ def tracers_set_aside() -> Iterator[None]:
             yield
     finally:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def modes_set_aside() -> Iterator[None]:
+    """Let no mode of the program's, and no transform of ``torch.func``, see or change what is computed meanwhile.
+
+    It was computed before them in eager.
+    """
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    if not modes and maybe_current_level() is None:
+        yield
+        return
+    with torch._C.DisableTorchFunction(), disable_dispatch_modes(), temporarily_clear_interpreter_stack():
+        yield
 
 
 def functions_looked_up() -> contextlib.AbstractContextManager[None]:

@@ -66,7 +66,8 @@ class DeferredLogits(LazyTensor):
             with compat.tracers_set_aside():
                 tree_map_only(DeferredLogits, lambda tensor: tensor._deferred.share(), (args, kwargs))
         if func in _DATA:
-            args = tuple(_DATA[func](arg) if isinstance(arg, DeferredLogits) else arg for arg in args)
+            with compat.modes_set_aside():  # in eager, too, it is what it was outside
+                args = tuple(_DATA[func](arg) if isinstance(arg, DeferredLogits) else arg for arg in args)
             if func is _DEEPCOPY:
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])

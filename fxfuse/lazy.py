@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from . import compat
 from .algebra import ClassTensor, Head
 from .eager import dense
 from .origin import Given, Origin, join, locked, working
@@ -113,7 +114,7 @@ class State:
 
     def read(self) -> Tensor:
         """The values, perhaps in memory of their own."""
-        with working(self.origins) as here:
+        with compat.modes_set_aside(), working(self.origins) as here:
             return used_on(here, self._read())
 
     def _read(self) -> Tensor:
@@ -140,7 +141,7 @@ class State:
 
     def share(self) -> Tensor:
         """The values in the memory that every view of it has."""
-        with working(self.origins) as here:
+        with compat.modes_set_aside(), working(self.origins) as here:
             if not self.memory.one:
                 owner = self._owner()
                 values = owner.read()

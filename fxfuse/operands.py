@@ -69,9 +69,10 @@ class _Seal:
             return "an optimizer's step has changed it"
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return ""  # nothing may wait for the device
-        now, then = (self.sample_of(tensor), self.sample) if copy is None else (tensor.detach(), copy)
-        now = now.resolve_neg()
-        return "" if torch.equal(_bits(now), _bits(then)) else "it was changed behind autograd's back"
+        with compat.modes_set_aside():
+            now, then = (self.sample_of(tensor), self.sample) if copy is None else (tensor.detach(), copy)
+            now = now.resolve_neg()
+            return "" if torch.equal(_bits(now), _bits(then)) else "it was changed behind autograd's back"
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -346,9 +347,10 @@ def _copy(optimizer: torch.optim.Optimizer) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     storages = {compat.storage(p) for p in parameters if not is_lazy(p)}
     copies: dict[int, Tensor] = {}
-    _read_small([operands for operands in living if operands.are_unread()], storages)
-    for operands in living:
-        operands.keep(storages, copies)
+    with compat.modes_set_aside():
+        _read_small([operands for operands in living if operands.are_unread()], storages)
+        for operands in living:
+            operands.keep(storages, copies)
 
 
 def _read_small(waiting: list[Operands], storages: set[int | None]) -> None:

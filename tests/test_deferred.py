@@ -30,9 +30,11 @@ from helpers import FLOORS, compiled, dense_reads, new_sites, products_of_rows, 
 from programs import BATCH, HIDDEN, TIME, VOCAB, DeferredWorld, World, ce
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxfuse
 from fxfuse import deferred as deferred_module
@@ -870,6 +872,93 @@ def test_logits_that_live_long_hold_no_more() -> None:
             z.unsqueeze(0)
         assert len(origin.given) <= 64 and len(origin.normalisers) == 0
         assert len(z._deferred.memory.views) < 5
+
+
+# --- modes of the program's -----------------------------------------------------------------------------------
+
+
+class Doubles(TorchDispatchMode):
+    """Of every product twice as much."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else result
+
+
+class DoublesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if getattr(func, "__name__", "") in ("linear", "matmul", "mm", "addmm") else result
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda z: z.detach().numpy(),
+    "repr": repr,
+    "address": lambda z: z.data_ptr(),
+    "data": lambda z: z.data,
+    "list": lambda z: z[0, 0].tolist(),
+    "saved": lambda z: torch.save(z, io.BytesIO()),
+    "copied": lambda z: copy.deepcopy(z.detach()),
+    "exchanged": lambda z: torch.from_dlpack(z.detach()),
+    "summed": lambda z: z.sum().item(),
+}
+
+
+@pytest.mark.parametrize("mode", [Doubles, DoublesFunctions, FlopCounterMode])
+@pytest.mark.parametrize("look", LOOKS)
+def test_modes_do_not_see_what_eager_computed_before(look: str, mode: Any, device: str) -> None:
+    if look == "numpy" and device != "cpu":
+        pytest.skip("memory of a GPU")
+    eager, s = World.make(device=device).zb, DeferredWorld.make(device=device)
+    z = s.zb
+    with mode() as seeing:
+        LOOKS[look](z)
+    torch.testing.assert_close(z.detach() * 1, eager.detach())
+    if mode is FlopCounterMode:
+        assert seeing.get_total_flops() == 0
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_selective_checkpoint_keeps_no_product_of_a_look(look: str, device: str) -> None:
+    """It would take it for the program's own, in the same place of what is done again."""
+    if look == "numpy" and device != "cpu":
+        pytest.skip("memory of a GPU")
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def program(z: Tensor, s: World) -> Any:
+        def region(x: Tensor) -> Tensor:
+            LOOKS[look](z)
+            return (x @ s.w[:HIDDEN].sin()).square().sum()
+
+        return checkpoint(region, s.x.view(-1, HIDDEN), use_reentrant=False, context_fn=contexts), ce(z, s.y)
+
+    assert_as_eager(program, device)
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum())(torch.ones(3)),
+    "jvp": lambda f: torch.func.jvp(f, (torch.ones(3),), (torch.ones(3),)),
+    "vmap": lambda f: torch.func.vmap(f)(torch.ones(3)),
+    "functionalize": lambda f: torch.func.functionalize(f)(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("look", ["address", "data", "numpy", "repr"])
+def test_a_transform_of_something_else_leaves_logits_as_they_are(look: str, transform: str) -> None:
+    eager, z = World.make().zb, DeferredWorld.make().zb
+
+    def of_logits(logits: Tensor) -> Any:
+        def f(x: Tensor) -> Tensor:
+            with contextlib.suppress(RuntimeError):  # of ``numpy`` in eager, under ``grad``
+                LOOKS[look](logits)
+            return 2 * x
+
+        return TRANSFORMS[transform](f)
+
+    torch.testing.assert_close(of_logits(z), of_logits(eager))
+    torch.testing.assert_close(z.detach() * 1, eager.detach())
+    assert z.data_ptr() != 0
 
 
 # --- hooks ----------------------------------------------------------------------------------------------------
