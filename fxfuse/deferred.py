@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from inspect import getattr_static
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -35,6 +35,8 @@ from .report.source import caller
 from .rules import IN_PLACE, TABLE, Call, Keep, Rule, outcomes_of
 from .rules.transforms import listed_classes
 
+_T = TypeVar("_T", bound=Tensor)
+
 
 class DeferredLogits(LazyTensor):
     """Logits ``[..., V]`` that are computed when they are read, in what a compiled function returns.
@@ -54,6 +56,11 @@ class DeferredLogits(LazyTensor):
 
     # Node, requires_grad and version that the description was made for. In the state they would be a cycle through C++.
     _known_to_autograd: tuple[Any, bool, int]
+
+    @torch._dynamo.disable
+    def as_subclass(self, cls: type[_T]) -> _T:
+        """The values as a tensor of another subclass, through which gradients flow back here."""
+        return self.plain().as_subclass(cls)
 
     @classmethod
     @torch._dynamo.disable

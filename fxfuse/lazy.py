@@ -107,6 +107,9 @@ class State:
             for part in () if self.is_view else parents:
                 part.memory.made_of_it.add(self)
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the tensor has values, and needs no more: ``async_save`` copies tensors, then their attributes."""
+
     @property
     def origins(self) -> tuple[Origin, ...]:
         """All that it comes from."""

@@ -874,6 +874,46 @@ def test_logits_that_live_long_hold_no_more() -> None:
         assert len(z._deferred.memory.views) < 5
 
 
+class _Kept(Tensor):
+    """A plain subclass, as fastai's ``TensorBase`` is."""
+
+
+def test_logits_as_a_subclass(device: str) -> None:
+    def program(z: Tensor, s: World) -> Any:
+        kept = z.as_subclass(_Kept)
+        assert type(kept) is _Kept and type(kept.sin()) is _Kept
+        loss = F.cross_entropy(kept.view(-1, VOCAB), s.y.view(-1)) + z.logsumexp(-1).sum()
+        return loss.as_subclass(Tensor), kept.data_ptr() == z.data_ptr()
+
+    assert_as_eager(program, device)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_logits_of_hidden_states_of_a_subclass(requires_grad: bool) -> None:
+    """Dynamo gives the program what the graph returns as one."""
+    torch._dynamo.reset()
+    s = World.make()
+    weight = torch.nn.Parameter(s.w.detach().clone())
+    x = s.x.detach().as_subclass(_Kept).requires_grad_(requires_grad)
+    project = compiled(lambda x: F.linear(x, weight))
+    for _ in range(2):
+        z, expected = project(x), F.linear(s.x.detach(), weight)
+        assert type(z) is _Kept
+        torch.testing.assert_close(z.as_subclass(Tensor), expected)
+        (ours,) = torch.autograd.grad(ce(z, s.y).as_subclass(Tensor), weight)
+        torch.testing.assert_close(ours, torch.autograd.grad(ce(expected, s.y), weight)[0])
+
+
+def test_a_checkpoint_is_staged_with_logits_in_it() -> None:
+    """As ``torch.distributed.checkpoint.async_save`` does, which copies tensors in a way of its own."""
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+    eager, z = World.make().zb, DeferredWorld.make().zb
+    staged = StateDictStager().stage({"logits": z.detach(), "rows": [z.detach()[1]]})
+    torch.testing.assert_close(staged["logits"], eager.detach())
+    torch.testing.assert_close(staged["rows"][0], eager.detach()[1])
+
+
 # --- modes of the program's -----------------------------------------------------------------------------------
 
 
