@@ -1442,6 +1442,12 @@ def _hidden_mutated_by_numpy(s: World) -> Any:
 
 
 @torch._dynamo.allow_in_graph
+def _scores(log_probs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of which fxfuse does not know that it writes to nothing."""
+    return log_probs.gather(-1, y[..., None])
+
+
+@torch._dynamo.allow_in_graph
 def _opaque(x: torch.Tensor) -> torch.Tensor:
     x.mul_(2)
     return x.sum()
@@ -1629,6 +1635,7 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "nll_of_logits": ("unknown_reader", lambda s: F.nll_loss(s.z.flatten(0, 1), s.y.flatten())),
     "sum_over_rows": ("class_dim", lambda s: s.z.sum(1)),
     "logits_as_argument": ("unknown_reader", _logits_as_argument),
+    "log_probs_read_by_what_is_not_known": ("unknown_reader", lambda s: _scores(s.z.log_softmax(-1), s.y)),
     "log_probs_written_behind_autograd": ("mutated", _log_probs_written_behind_autograd),
     "rounded_division": ("unsupported_argument", lambda s: ce(torch.div(s.z, 2, rounding_mode="floor"), s.y)),
     "scaled_by_zero": ("unsupported_argument", lambda s: ce(s.z * 0.0, s.y)),
