@@ -75,6 +75,7 @@ ELSEWHERE = {
     ("deferred.py", "NotDeferred"): "caught: the values are put in",
     ("kernels/launcher.py", "_NotCompiled"): "caught: the op is rehearsed",
     ("kernels/launcher.py", "CancelledError"): "caught: Triton forgets that it was asked for the kernel",
+    ("kernels/prepared.py", "_Unknown"): "caught: Triton launches the kernel",
     ("graph.py", "AssertionError"): "caught: analysis_failed",
     ("lazy.py", "AssertionError"): "can only be a fault of fxfuse",
     ("__main__.py", "raised"): "what the program raised",
