@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,6 +61,23 @@ def test_the_current_device_does_not_matter(shape: tuple[int, int, int], name: s
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             assert torch.equal(a.cpu(), b.cpu())
+
+
+def test_the_first_call_of_a_thread_may_be_on_any_device() -> None:
+    """Of calls that earlier ones wrote down."""
+    problems = [problem(300, 64, 1000, torch.bfloat16, device) for device in (HERE, ELSEWHERE)]
+
+    def run(i: int) -> list[Tensor]:
+        p = problems[i]
+        return value_and_grads(lambda x, w: _loss(x, w, p.target), p.input, p.weight)
+
+    for _ in range(3):
+        expected = [run(0), run(1)]
+    for first in (0, 1):
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(lambda first=first: [run(first), run(1 - first)]).result()
+        for got, want in zip(found, (expected[first], expected[1 - first]), strict=True):
+            assert all(map(torch.equal, got, want))
 
 
 class _Model(torch.nn.Module):

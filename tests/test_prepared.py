@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers import problem, value_and_grads
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import fxfuse
 from fxfuse.kernels import launcher, prepared, recorder, tape
 
 STREAM = 1234
@@ -258,6 +261,35 @@ def test_triton_launches_what_is_not_known(driver: Driver, monkeypatch: pytest.M
         monkeypatch.setattr(prepared, "library", lambda: None)
     check(on_tape(kernel))
     assert kernel.launches == 2 and not driver.launches
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="launches are CUDA's")
+def test_threads_that_share_tapes() -> None:
+    """Of new threads no call has made the device's context current; several play one tape at a time, on own streams."""
+    p = problem(300, 64, 1000, torch.bfloat16, "cuda")
+    inputs = [p.input * (1 + i) for i in range(6)]
+
+    def run(i: int) -> list[Tensor]:
+        return value_and_grads(lambda x, w: fxfuse.linear_cross_entropy(x, w, p.target), inputs[i], p.weight)
+
+    def in_a_thread(i: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(25):
+                found[i].append(run(i))
+        torch.cuda.synchronize()
+
+    expected = [run(i) for i in range(6)]
+    torch.cuda.synchronize()
+    found: list[list[list[Tensor]]] = [[] for _ in inputs]
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(in_a_thread, range(6)))
+    for want, runs in zip(expected, found, strict=True):
+        assert len(runs) == 25
+        for got in runs:
+            assert all(map(torch.equal, got, want))
+    made = [made for made in recorder._tapes.values() if isinstance(made, tape.Tape)]
+    launched = [step for one in made for step in one.steps if isinstance(step, tape.Launched)]
+    assert launched and all(step.kernel.prepare(step.grid, step.args) is not None for step in launched)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
