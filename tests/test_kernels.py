@@ -129,6 +129,9 @@ class AtAddresses:
         address.tensor = tensor
         return address
 
+    def prepare(self, grid: tuple[int, ...], args: Any) -> None:
+        return None
+
     def launch(self, grid: tuple[int, ...], args: Any, on: int | None = None) -> None:
         bases = [getattr(arg, "base", arg) for arg in args]
         if not self.looks:  # by the op itself
