@@ -135,7 +135,7 @@ def check(program: Program) -> tuple[list[str], list[str]]:
         except AssertionError as error:
             wrong.append(f"{what}: {error}")
     _, weight, _ = program.operands
-    if len(sites) != (weight.shape[0] > 1):  # a number for each row is no head
+    if len(sites) != (weight.shape[0] != 1):  # a number for each row is no head
         wrong.append(f"{len(sites)} heads are recorded")
     for site in sites:
         if site.status == "kept":
