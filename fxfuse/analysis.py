@@ -116,7 +116,7 @@ class Analysis:
             return
         known = [head for head in heads if isinstance(head.vocab, int)] or heads  # as a weight's sizes are
         head = known[-1 if node in self.turned else 0]
-        if head.vocab == 1:  # nothing to choose from: a number for each row, such as a temperature
+        if isinstance(head.vocab, int) and head.vocab == 1:  # a number for each row, such as a temperature
             return
         head = head.of(weight=self._first_alike(head.weight))
         if len(known) > 1:
