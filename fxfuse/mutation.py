@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
 
-from .compat import Versions, is_autocast_enabled, is_known, operator_tags, schemas, storage
+from .compat import Versions, fake_mode_of, is_autocast_enabled, is_known, operator_tags, schemas, storage
 from .originals import is_own
 
 _INPLACE_OPERATORS = frozenset(
@@ -228,6 +229,20 @@ def regions(graph: Graph, outside: Region | None = None) -> Iterator[tuple[Node,
         yield node, region
 
 
+def _version_of_results(node: Node) -> int:
+    """The version of what one of PyTorch's functions returns, told by a call with other examples; else 0."""
+    if node.op != "call_function" or not is_pure(node.target):
+        return 0
+    with fake_mode_of(next(tensors(example_of(node)), None)), torch.no_grad():
+        examples = tree_map_only(Node, example_of, (node.args, node.kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, torch.empty_like, examples)
+        try:
+            results = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # of examples that are not like those that it was captured with, say
+            return 0
+    return max((result._version for result in tensors(results)), default=0)
+
+
 class Timeline:
     """The order of a graph's nodes, the modes that they run in, and what is written between two of them."""
 
@@ -239,6 +254,7 @@ class Timeline:
         self._written_at: list[int] = []  # in order
         self._last_use: dict[Node, int] = {}
         self._versions = Versions(graph)
+        self._born: dict[Node, int] = {}
         number = 0
         for position, (node, region) in enumerate(regions(graph, outside)):
             self.position[node] = position
@@ -310,4 +326,13 @@ class Timeline:
         An example value counts writes to itself and its views in its version, whatever made them.
         """
         seen = max(map(self._versions.of, tensors(example_of(operand))), default=0)
-        return seen > sum(certain for _, _, certain in self._writes_to(operand))
+        known = sum(certain for _, _, certain in self._writes_to(operand))
+        return seen > known and seen > known + self._born_with(operand)
+
+    def _born_with(self, operand: Node) -> int:
+        """The version that the memory of ``operand`` has when it is new: ``gru_cell`` writes to its own result."""
+        memory = storages(operand)
+        maker = min((node for node in self.position if storages(node) & memory), key=self.position.__getitem__)
+        if maker not in self._born:
+            self._born[maker] = _version_of_results(maker)
+        return self._born[maker]

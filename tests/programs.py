@@ -539,6 +539,16 @@ def _split_rows(s: World) -> Any:
     )
 
 
+def _recurrent(s: World) -> Any:
+    """Hidden states of a function that writes to what it returns, before it does."""
+    of_gates = s.b.repeat(3)[: 3 * HIDDEN].view(-1, 1).expand(-1, HIDDEN)
+    hidden, heads = s.x[:, 0], []
+    for t in range(TIME):
+        hidden = torch.gru_cell(s.x[:, t], hidden, of_gates, of_gates.sin())
+        heads.append(s.project(hidden, s.w))
+    return F.cross_entropy(torch.stack(heads, 1).flatten(0, 1), s.y.flatten())
+
+
 def _questions(s: World) -> Any:
     """That Dynamo leaves in the graph, with the answers in their place."""
     z = s.z
@@ -1235,6 +1245,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
 
 # Fused too, but only in a graph: at run time, where values are written or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
+    "recurrent": _recurrent,
     "temperature_expanded_to_classes": lambda s: ce(s.zb / s.b[:1].exp().expand(BATCH, TIME, VOCAB), s.y),
     "temperature_of_rows_expanded_to_classes": lambda s: ce(s.z * s.x[..., :1].exp().expand(-1, -1, VOCAB), s.y),
     "divergence_by_detached_probabilities": _divergence_by_detached_probabilities,
