@@ -143,7 +143,8 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
         return "from a graph that assigns to .data"  # what shared memory before can no longer be told
     for operand, read_at in operands:
         if operand is not head.input and _has_other_versions(operand, others):
-            return "of a weight of which others have views with versions of their own"
+            which = "a weight" if operand in (head.weight, head.bias) else "an index or a number"
+            return f"of {which} of which others have views with versions of their own"
         writer = timeline.write_between(operand, read_at, output)
         if writer is not None:
             return f"after {function_name(writer)} has changed an operand"

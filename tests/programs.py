@@ -1062,6 +1062,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "temperatures": _temperatures,
     "temperature_of_each_row": _temperature_of_each_row,
     "questions": _questions,
+    "best_class_of_one_row": lambda s: (s.z[0, -1].argmax(), s.zb[1, 2].argmax(keepdim=True), s.z[0, 0].max(0).indices),
     "temperatures_over_biases": _temperatures_over_biases,
     "temperature_over_a_mask": _temperature_over_a_mask,
     "row_shifts": _row_shifts,

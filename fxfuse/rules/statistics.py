@@ -154,7 +154,8 @@ def _classes_of_most(call: Call, input: Any, keepdim: Any) -> Reader:
 
 @rule(torch.argmax, "argmax", reads="scores")
 def argmax(call: Call, input: Any, dim: Any = None, keepdim: Any = False) -> Reader:
-    return most(call, input, dim, keepdim)[1]
+    of_one_row = dim is None and len(input.shape) == 1
+    return most(call, input, 0 if of_one_row else dim, keepdim)[1]
 
 
 @rule(torch.max, "max", reads="scores", like=lambda input, dim=None, keepdim=False: None)
