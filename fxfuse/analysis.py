@@ -234,7 +234,7 @@ class Analysis:
             if outcome.requires_grad and self.timeline.is_written(node):
                 # Eager's gradient is of what is written there, if autograd does not see the write.
                 if self.timeline.write_after(node, node) is None:  # for certain
-                    writer, *_ = *self.timeline.writers(node, self.graph.output_node()), node
+                    writer = next(iter(self.timeline.writers(node, self.graph.output_node())), node)
                     call.keep("unknown_reader", function_name(writer))
                 call.keep("mutated", f"a write to what {call.name} returned")
             reader = Whole(outcome, outcome.trail[-1], lambda *_: None, reason=self.whole[node])

@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import itertools
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -203,7 +202,7 @@ def is_traced() -> bool:
 
 @contextlib.contextmanager
 def tracers_set_aside() -> Iterator[None]:
-    """Let nothing be written down meanwhile."""
+    """Let nothing be written down meanwhile. Not for use inside of an operator, where ``torch.jit``'s tracer is off."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
@@ -238,48 +237,6 @@ def has_node(example: Tensor) -> bool | None:
         return example.grad_fn is not None
     except RuntimeError:
         return None
-
-
-_SIGNALS = {
-    ("torch.distributed.fsdp._runtime_utils", "_pre_backward_hook"),  # FSDP1
-    ("lightning.fabric.wrappers", "_backward_hook"),
-    ("lightning_fabric.wrappers", "_backward_hook"),
-}
-
-
-def is_signal(hook: Any) -> bool:
-    """Whether a tensor's hook only wants to know that the backward begins.
-
-    As those of FSDP do that gather weights, and Lightning Fabric's that asks whether the loss went through it.
-    """
-    if isinstance(hook, functools.partial):
-        return (hook.func.__module__, hook.func.__name__) in _SIGNALS
-    owner = type(getattr(hook, "__self__", None))
-    return owner.__module__.startswith("torch.distributed.fsdp.") and hook.__name__ == "_pre_backward"
-
-
-_DEEPSPEED = "deepspeed.runtime.utils"
-
-
-def is_factor(hook: Any) -> bool:
-    """Whether all that a tensor's hook does to the gradient is to multiply it by a number.
-
-    As DeepSpeed's does, which every output of its engine has: it divides by the steps of gradient accumulation where
-    the program calls ``backward`` itself. Beside a loss that the graph computed, the gradient of the logits does not
-    come by it under Inductor either.
-    """
-    name = getattr(hook, "__module__", None), getattr(hook, "__qualname__", None)
-    return name == (_DEEPSPEED, "OutputBackwardHookManager._make_backward_hook.<locals>.backward_hook")
-
-
-def node_is_only_asked_for() -> bool:
-    """Whether a tensor's node is asked for by DeepSpeed, which puts that hook on what has one."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "fxfuse.")):
-        frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") != _DEEPSPEED:
-        return False
-    return frame.f_code.co_name == "_traverse_and_register_hooks"
 
 
 def transform_active() -> bool:

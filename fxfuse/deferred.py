@@ -20,11 +20,20 @@ import torch._dynamo
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from . import compat, errors
+from . import compat, errors, hooks
 from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
 from .lazy import Described, parts_of, used_on
-from .lazy_tensor import LazyTensor, NotDeferred, become, deferring, head_of, hooks_as_called_outside, plain_of
+from .lazy_tensor import (
+    LazyTensor,
+    NotDeferred,
+    become,
+    deferring,
+    head_of,
+    hooks_as_called_outside,
+    origins_of,
+    plain_of,
+)
 from .mutation import is_inplace_name
 from .origin import locked, working
 from .originals import original, original_or_itself
@@ -87,10 +96,10 @@ class DeferredLogits(LazyTensor):
             return iter(args[0].unbind(0))
         elif func is _GETITEM and isinstance(args[0], DeferredLogits) and _has_fitting_mask(*args):
             return args[0][_without_masks(args[1])]
-        elif func is _REGISTER_HOOK and compat.is_signal(args[1]):
+        elif func is _REGISTER_HOOK and hooks.is_signal(args[1]):
             for origin in args[0]._deferred.origins:
                 origin.signals.append(args[1])
-        elif func is _REGISTER_HOOK and compat.is_factor(args[1]) and args[0]._deferred.thunk is None:
+        elif func is _REGISTER_HOOK and hooks.is_factor(args[1]) and args[0]._deferred.thunk is None:
             args[0]._deferred.origin.factors.append(args[1])
         elif func in _OF_GRADIENTS:
             _gradient_is_wanted(func, args, kwargs)
@@ -165,7 +174,7 @@ _OF_GRADIENTS = {
 
 def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
     """From now on gradients pass through the tensor that ``func`` is about; refuse if some have gone past it."""
-    if func == _GRAD_FN and compat.node_is_only_asked_for():
+    if func == _GRAD_FN and hooks.node_is_only_asked_for():
         return
     wanted = args[:1]
     if func in (_GRAD, _BACKWARD):
@@ -322,7 +331,7 @@ def _apply_locked(
 ) -> Any:
     if not all(map(_is_described, deferred)):
         return NotImplemented
-    origins = {id(origin): origin for t in deferred for origin in t._deferred.origins}.values()
+    origins = origins_of(deferred)
     if len(origins) > 1 and any(origin.factors for origin in origins):  # which are for the gradient of one
         return NotImplemented
     stacked = any(isinstance(_description(t), tuple) for t in deferred)

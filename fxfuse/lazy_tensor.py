@@ -187,7 +187,7 @@ class NotDeferred(Exception):
 def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     """What ``func`` returns, computed when it is read."""
     deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
-    first, origins = deferred[0], _origins_of(deferred)
+    first, origins = deferred[0], origins_of(deferred)
     written, _ = _touches(func, args, kwargs)
     if _mode.shapes and isinstance(written, LazyTensor) and written._deferred.described is None:
         return written
@@ -281,7 +281,7 @@ def _part(i: int, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)[i]
 
 
-def _origins_of(tensors: Iterable[LazyTensor]) -> tuple[Origin, ...]:
+def origins_of(tensors: Iterable[LazyTensor]) -> tuple[Origin, ...]:
     return tuple(dict.fromkeys(origin for tensor in tensors for origin in tensor._deferred.origins))
 
 

@@ -329,10 +329,18 @@ class Timeline:
         known = sum(certain for _, _, certain in self._writes_to(operand))
         return seen > known and seen > known + self._born_with(operand)
 
+    @functools.cached_property
+    def _makers(self) -> dict[int, Node]:
+        """The first node that has each storage."""
+        makers: dict[int, Node] = {}
+        for node in self.position:
+            for key in storages(node):
+                makers.setdefault(key, node)
+        return makers
+
     def _born_with(self, operand: Node) -> int:
         """The version that the memory of ``operand`` has when it is new: ``gru_cell`` writes to its own result."""
-        memory = storages(operand)
-        maker = min((node for node in self.position if storages(node) & memory), key=self.position.__getitem__)
+        maker = min((self._makers[key] for key in storages(operand)), key=self.position.__getitem__)
         if maker not in self._born:
             self._born[maker] = _version_of_results(maker)
         return self._born[maker]
