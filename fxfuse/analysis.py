@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -289,6 +289,8 @@ class Analysis:
         if isinstance(outcome, Beside) and candidate.flow[-1] is node:
             candidate.flow.pop()  # nothing of the logits is in it
         if isinstance(outcome, Reader):
+            if self.timeline.is_written(node) and self._are_in(storages(node), node.all_input_nodes):  # it is a view
+                self._call(node, example_of(node)).keep("mutated", f"a write, beside {function_name(node)},")
             candidate.readers.append((node, outcome))
             self._results[node] = outcome
             return
@@ -398,6 +400,7 @@ class Analysis:
         for source in node.all_input_nodes:
             value = self._values.get(source)
             if value is None:
+                self._keep_those_in(source)
                 continue
             candidate = self._owner_of(value)
             candidate.shown = True
@@ -409,6 +412,18 @@ class Analysis:
                 self._need(source, because("returned", "normalised", location(source)))
         for candidate in self.candidates:
             candidate.escaped = self._with_views(candidate)
+
+    def _keep_those_in(self, source: Node) -> None:
+        """Keep the logits of which a view is returned that is not described: the caller may write to them there."""
+        memory = storages(source)
+        for candidate in self.candidates:
+            if self._are_in(memory, candidate.derived):
+                detail = f"{function_name(source)}, a view that is returned,"
+                candidate.keep(because("unknown_reader", detail, location(source)))
+
+    def _are_in(self, memory: Set[int], nodes: Iterable[Node]) -> bool:
+        """Whether anything that has an entry for each class, of what ``nodes`` return, has some of the ``memory``."""
+        return any(memory & storages(node) for node in nodes if isinstance(self._values.get(node), ClassTensor))
 
     def _with_views(self, candidate: Candidate) -> list[Escaped]:
         """What escapes of a candidate, with views of one memory put together where it is known how to make them."""

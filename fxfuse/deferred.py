@@ -37,6 +37,7 @@ from .lazy_tensor import (
 from .mutation import is_inplace_name
 from .origin import locked, working
 from .originals import original, original_or_itself
+from .readers import Reader
 from .reading import heads_for, read
 from .report.chain import Applied
 from .report.records import journal
@@ -96,6 +97,9 @@ class DeferredLogits(LazyTensor):
             return iter(args[0].unbind(0))
         elif func is _GETITEM and isinstance(args[0], DeferredLogits) and _has_fitting_mask(*args):
             return args[0][_without_masks(args[1])]
+        elif func is _GETITEM and isinstance(args[0], DeferredLogits) and (apart := _rows_apart(*args)) is not None:
+            rows, classes = apart
+            return args[0][rows][classes]
         elif func is _REGISTER_HOOK and hooks.is_signal(args[1]):
             for origin in args[0]._deferred.origins:
                 origin.signals.append(args[1])
@@ -181,7 +185,7 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
         wanted = kwargs.get("inputs", args[1] if func is _GRAD and len(args) > 1 else ())
     for tensor in tree_iter(wanted):
         # Nothing but what reads a leaf itself has a gradient for it.
-        if isinstance(tensor, DeferredLogits) and not _is_leaf(tensor):
+        if isinstance(tensor, DeferredLogits) and tensor._deferred.described is not None and not _is_leaf(tensor):
             for origin in tensor._deferred.origins:
                 if origin.bypassed and func != _GRAD_FN:
                     raise errors.gradient_went_past(func.__name__, origin.head)
@@ -306,6 +310,33 @@ def _without_masks(index: Any) -> tuple[Any, ...]:
     return tuple(positions)
 
 
+def _rows_apart(logits: DeferredLogits, index: Any) -> tuple[Any, Any] | None:
+    """An index of some rows, and one of a class of these, which are ``index`` together; None if it is no such.
+
+    A tensor without a class axis cannot be described, but the rows can, and these alone are computed.
+    """
+    entries = list(index) if isinstance(index, tuple) else [index]
+    dims, described = logits.dim(), _description(logits) if _is_described(logits) else None
+    if not isinstance(described, ClassTensor) or described.class_dim != dims - 1:
+        return None
+    known = all(entry is ... or isinstance(entry, slice) or _is_position(entry) for entry in entries)
+    taken = sum(entry is not ... for entry in entries)
+    if not known or taken != dims or not _is_position(entries[-1]) or all(map(_is_all, entries[:-1])):
+        return None
+    *rows, of_class = (int(entry) if isinstance(entry, Tensor) else entry for entry in entries)  # as eager does it
+    if not -described.vocab <= of_class < described.vocab:  # eager says of which dimension
+        return None
+    return (*rows, slice(None)), (..., of_class)
+
+
+def _is_all(entry: Any) -> bool:
+    return entry is ... or (isinstance(entry, slice) and entry == slice(None))
+
+
+def _is_position(entry: Any) -> bool:
+    return type(entry) is int or (type(entry) is Tensor and entry.dtype == torch.int64 and entry.dim() == 0)
+
+
 def _look_up(func: Any, args: Any) -> tuple[Rule, str, Any] | None:
     """The rule of ``func``, its name, and the arguments as the rule wants them."""
     attribute = _ATTRIBUTES.get(func)
@@ -360,6 +391,9 @@ def _apply_locked(
         with compat.no_torch_function():
             result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
+            if entry.derives and isinstance(result, Reader) and _is_view_of(out, deferred[0]):
+                out._deferred.calls = calls
+                return out  # of one class; what is written to it is written to all of them
             # What unbinds no rows makes nothing, of which nothing is to be computed.
             derives = not readers or any(isinstance(outcome, ClassTensor) for outcome in readers)
             # What is derived of one is as good as that one; else a gradient to one of them could be lost.
@@ -411,6 +445,10 @@ def _shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
     except Exception as error:
         raise NotDeferred from error  # a wrong call, of which eager shall say what is wrong
     return out
+
+
+def _is_view_of(out: Any, deferred: DeferredLogits) -> bool:
+    return isinstance(out, DeferredLogits) and out._deferred.memory is deferred._deferred.memory
 
 
 def _is_described(tensor: DeferredLogits) -> bool:

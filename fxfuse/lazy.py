@@ -193,8 +193,9 @@ class State:
         owner = self._owner()
         if self is not owner and self.is_built():
             return self._build()
-        known = [other for other in self.memory.built if other is not self]
-        known += (other for other in self.memory.views - self.memory.built if other is not self and other._given())
+        built = self.memory.built
+        known = [other for other in built if other is not self and built.isdisjoint(other._viewed_states())]
+        known += (other for other in self.memory.views - built if other is not self and other._given())
         if self is owner:
             values = self._keep(self._build())  # of which the others are views
             for other in known:
@@ -229,6 +230,10 @@ class State:
 
     def _has_runs_of_classes(self) -> bool:
         return isinstance(self.described, ClassTensor) and along(self.meta) == self.described.class_dim
+
+    def _viewed_states(self) -> Iterator[State]:
+        """What it is a view of, whose values, once there are any, are its own."""
+        return self._parents() if self.is_view else iter(())
 
     def _parents(self) -> Iterator[State]:
         return (part for part in tree_iter(self.thunk) if isinstance(part, State))

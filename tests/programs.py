@@ -1052,6 +1052,11 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "one_index_for_rows_and_classes": lambda s: (lambda z, i: z.logsumexp(-1)[i] - z[i, i])(
         s.zb.flatten(0, 1), torch.arange(7, device=s.x.device)
     ),
+    "classes_of_some_rows": lambda s: (
+        s.z[:, -1, [3, 7]].logsumexp(-1),
+        F.cross_entropy(s.zb[0, :, torch.arange(4, device=s.y.device)], s.y[0] % 4),
+        s.z[None, 1:, 2, [5, 6, 7]].logsumexp(-1),
+    ),
     "new_axis_behind_the_classes": lambda s: (
         s.z[0][[0, 1], :, None].logsumexp(1),
         s.zb[s.y[:, 0] % 2, :, :, None].sum(2),
@@ -1246,6 +1251,14 @@ FUSED: dict[str, Callable[[World], Any]] = {
 
 # Fused too, but only in a graph: at run time, where values are written or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
+    "one_class": lambda s: (
+        torch.stack([s.z[:, -1, 3], s.z[:, -1, -2]], 1).log_softmax(1)[:, 1].exp(),  # as rerankers have it
+        s.zb.log_softmax(-1)[..., 5].sum() + s.zb.mT.softmax(1)[0, 5].prod(),
+        (torch.tanh((s.z + s.b) / 3) * 3).select(-1, 4) * s.x[..., 0],
+        (s.z - s.z.logsumexp(-1, keepdim=True))[0, :, 7].exp(),
+        s.zb[s.y[:, 0] % 2, 1, 2, None] * 2,
+        s.z[..., 2:9][:, :, 3].cos(),
+    ),
     "recurrent": _recurrent,
     "temperature_expanded_to_classes": lambda s: ce(s.zb / s.b[:1].exp().expand(BATCH, TIME, VOCAB), s.y),
     "temperature_of_rows_expanded_to_classes": lambda s: ce(s.z * s.x[..., :1].exp().expand(-1, -1, VOCAB), s.y),
@@ -1737,7 +1750,10 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
         "unknown_reader",
         lambda s: torch.distributions.Categorical(logits=s.zb / s.x[..., :1].exp(), validate_args=False).entropy(),
     ),
-    "one_class": ("unknown_reader", lambda s: s.z[..., 3]),
+    "one_class_returned": ("unknown_reader", lambda s: s.z[..., 3]),
+    "one_class_returned_beside": ("unknown_reader", lambda s: (lambda z: (z[..., 3].detach(), z.view(-1, VOCAB)))(s.z)),
+    "one_class_written_to": ("mutated", lambda s: (lambda z: (z[..., 3].mul_(2), z.logsumexp(-1))[1])(s.z)),
+    "one_class_of_what_is_written_to": ("mutated", lambda s: (lambda z: (z[..., 3], z.mul_(2))[0] * 1)(s.z * 1)),
     "empty_slice": ("unknown_reader", lambda s: s.z[..., :0].sum(-1)),
     "most_of_the_largest": ("unsupported_argument", lambda s: F.linear(s.x, s.w.repeat(4, 1)).topk(65)[0]),
     "gradient_of_amax": ("unknown_reader", lambda s: s.z.amax(-1)),

@@ -332,8 +332,12 @@ def test_readers_of_the_same_rows_share_a_pass(device: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     "part",
-    [lambda z: z[0, -1], lambda z: z[:, -1:], lambda z: z.float()[0], lambda z: z[:, 1].softmax(-1)],
-    ids=["one", "last", "upcast", "softmax"],
+    [
+        *(lambda z: z[0, -1], lambda z: z[:, -1:], lambda z: z.float()[0], lambda z: z[:, 1].softmax(-1)),
+        lambda z: torch.stack([z[:, -1, 3], z[:, -1][..., -2]], 1).log_softmax(-1),
+        *(lambda z: z[0, torch.tensor(1), torch.tensor(2)], lambda z: z[0].select(-1, 3)),
+    ],
+    ids=["one", "last", "upcast", "softmax", "two classes", "an entry", "one class"],
 )
 def test_only_the_rows_that_are_read_are_computed(
     part: Callable[[Tensor], Tensor], device: str, monkeypatch: pytest.MonkeyPatch
@@ -343,6 +347,64 @@ def test_only_the_rows_that_are_read_are_computed(
         with torch.no_grad(), products_of_rows(VOCAB, monkeypatch) as products:
             part(DeferredWorld.make().z).sin().sum()
         assert max(products, default=1) <= max(BATCH, TIME)
+
+
+def _tripled(view: Tensor) -> Tensor:
+    with torch.no_grad():
+        return view.mul_(3)
+
+
+ONE_CLASS: dict[str, Program] = {
+    "written to": lambda z, s: (lambda z: (z[..., 3].mul_(2), z, z[:, -1, 3].add_(1), z * 1))(z * 1),
+    "written to through .data": lambda z, s: (z[0, -1, 3].data.mul_(2), z[0, -1].sum()),
+    "written to under no_grad": lambda z, s: (lambda c: (_tripled(c), c * 1, z.detach() * 1))(z.detach()[:, 1, 3]),
+    "read, then all written to": lambda z, s: (lambda z: (lambda c: (c * 1, z.mul_(2) * 1, c * 1))(z[:, -1, 3]))(z * 1),
+    "all written to, then read": lambda z, s: (lambda z: (lambda c: (z.mul_(2).logsumexp(-1), c))(z[:, -1, 3]))(z * 1),
+    "hooked after a loss": lambda z, s: (lambda c, loss: (loss, c.register_hook(lambda g: g * 3) and c))(
+        z[:, -1, 3], ce(z, s.y)
+    ),
+    "of three axes": lambda z, s: [z[b, t, v] * 1 for b in range(BATCH) for t in range(3) for v in (1, -1)],
+    "of a column": lambda z, s: (z.mT[0, 3] * 1, z.mT[:, 3, 1] * 1),
+    "out of range": lambda z, s: _error_of(lambda: z[:, -1, VOCAB]),
+    "of a row out of range": lambda z, s: _error_of(lambda: z[:, TIME, 0]),
+    "meeting others": lambda z, s: (z[..., 2:5].sin(), z[:, 1, 3] * 1, z[0].sin(), z[0, 1, 2] * 1, z * 1),
+    "compared with the best": lambda z, s: (
+        z[0, -1, z[0, -1].argmax()] == z[0, -1].max(),
+        z[0, -1, 2] <= z[0, -1].max(),
+    ),
+    "of what is written in place": lambda z, s: (lambda c: (c.log_softmax(0), c.grad_fn is not None))(z[:, -1, 3]),
+    "unflattened": lambda z, s: z[..., 3].view(-1)[1:].unfold(0, 2, 1).sum(),
+    "without gradients": lambda z, s: (lambda c: (c.item(), c.detach().numpy(), f"{c:.3f}"))(z.cpu()[0, -1, 3]),
+    "in inference mode": lambda z, s: _in_inference_mode(lambda: z[:, -1, 3] * z[0, -1, [3, 5]].sum()),
+}
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(IndexError) as caught:
+        call()
+    return str(caught.value)
+
+
+def _in_inference_mode(call: Callable[[], Tensor]) -> Tensor:
+    with torch.inference_mode():
+        out = call()
+    return out.clone()
+
+
+@pytest.mark.parametrize("name", ONE_CLASS)
+def test_one_class_is_a_view(name: str, device: str) -> None:
+    assert_as_eager(ONE_CLASS[name], device)
+
+
+def test_one_class_is_that_of_before_a_step() -> None:
+    def step(s: World) -> Tensor:
+        z = s.zb
+        score = z[:, -1, 3]
+        (ce(z, s.y) + score.detach().sum()).backward()
+        torch.optim.SGD([s.w, s.b], lr=0.5).step()
+        return score.detach() * 1
+
+    torch.testing.assert_close(step(DeferredWorld.make()), step(World.make()))
 
 
 def test_the_gradient_of_few_rows_errs_no_more_than_eager_of_all(device: str) -> None:

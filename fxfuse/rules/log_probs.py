@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..algebra import ClassTensor, Exponentials, Logits, LogProbs, Mixture, Probs, ShiftedLogProbs, become, derive
+from ..algebra import (
+    ClassTensor,
+    Exponentials,
+    Logits,
+    LogProbs,
+    Mixture,
+    Probs,
+    ShiftedLogProbs,
+    become,
+    derive,
+    of_classes,
+)
 from ..compat import same
 from ..readers import Index, Reader, Statistics
-from ..replay import Emit, Handle, RowsAt
+from ..replay import ClassOp, Emit, Handle, RowsAt
 from . import Call, rule
 from .casts import converted
 from .statistics import along_classes, most, times
@@ -166,6 +178,29 @@ def entry_of_each(call: Call, input: ClassTensor, index: Handle) -> Reader:
 
     entries = _entries(call, input)
     return Reader(input, call.name, finish, Index(make, (index, "entry")), operands=(index,), entries=entries)
+
+
+def entry_of_all(call: Call, input: ClassTensor, index: Any) -> Reader:
+    """The entry ``index`` of every row of ``input``, without its class axis. Of logits no other is computed."""
+    if type(index) is not int or not -input.vocab <= index < input.vocab:
+        call.keep("unknown_reader", f"{call.name} of one class, which is no number that is known,")
+    at = index % input.vocab
+    entries, source = _entries(call, input), input
+    if isinstance(input, Logits):
+        shape = (*input.shape[: input.class_dim], 1, *input.shape[input.class_dim + 1 :])
+        source = of_classes(input, call.name, ClassOp("take", (slice(at, at + 1),), 1), shape=shape)
+        source, at = replace(source, trail=input.trail), 0
+
+    def column(emit: Emit) -> Handle:
+        return emit(torch.select, source.hidden_states(emit), source.class_dim, 0)
+
+    def make(emit: Emit) -> Handle:
+        return emit(torch.full_like, emit(torch.reshape, column(emit), (-1, 1)), at, dtype=torch.int64)
+
+    def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
+        return emit(torch.Tensor.reshape_as, entries(emit, stats), column(emit))
+
+    return Reader(source, call.name, finish, Index(make, (at, "of all")), entries=entries)
 
 
 def _entries(call: Call, input: ClassTensor) -> Callable[[Emit, Statistics], Handle]:

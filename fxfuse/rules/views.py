@@ -15,7 +15,7 @@ from ..compat import same
 from ..readers import Beside, Reader, Statistics
 from ..replay import HIDDEN, ClassOp, Emit, Handle, Join, RowOp
 from . import Call, rule
-from .log_probs import entry_of_each
+from .log_probs import entry_of_all, entry_of_each
 from .two_heads import can_be_mixed
 
 MOST_JOINS = 64  # in each other: a description of more would be walked for too long
@@ -166,10 +166,10 @@ def expand(call: Call, input: ClassTensor, shape: tuple[Any, ...]) -> ClassTenso
 
 
 @rule(torch.select, "select")
-def select(call: Call, input: ClassTensor, dim: Any, index: Any) -> ClassTensor:
+def select(call: Call, input: ClassTensor, dim: Any, index: Any) -> ClassTensor | Reader:
     at = _dim(call, input, dim)
     if at == input.class_dim:
-        call.keep("unknown_reader", "select of one class")
+        return entry_of_all(call, input, index)
     if not _is_number(call, index):
         call.keep("unknown_reader", "select by a tensor")
     op = RowOp(torch.select, (at, index))
@@ -253,12 +253,13 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
             continue
         if axis == input.class_dim:
             others = entries[:i] + entries[i + 1 :]
-            by_list = _is_list(call, entry) and all(e is None or isinstance(e, slice) for e in others)
+            by_list = _is_list(call, entry) and not any(_is_advanced(call, other) for other in others)
             if _is_index(call, entry) and not by_list:
                 return _entries(call, input, entries)
-            if not by_list and not (isinstance(entry, slice) and _is_constant(entry)):
+            by_slice = isinstance(entry, slice) and _is_constant(entry)
+            if not by_list and not by_slice and type(entry) is not int:
                 call.keep("unknown_reader", "a selection of classes")
-            classes = None if isinstance(entry, slice) and _is_whole(entry, input.vocab) else entry
+            classes = None if by_slice and _is_whole(entry, input.vocab) else entry
             entries[i] = entry = slice(None)
             class_dim = place
         elif isinstance(entry, slice):
@@ -275,16 +276,22 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
             call.keep("unknown_reader", "indexing of the logits by something unknown")
         place += isinstance(entry, slice)
         axis += 1
-    shape = call.out.shape
+    shape = tuple(call.out.shape)
+    of_one = type(classes) is int
     if advanced:
         # Where indexed axes end up depends on which they are; the class axis stays the last if it was.
         if input.class_dim != dims - 1:
             call.keep("unknown_reader", "indexing of the logits by a tensor, with the vocabulary not last,")
-        class_dim = len(shape) - 1 - behind
+        class_dim = len(shape) + of_one - 1 - behind
+    if of_one:
+        shape = (*shape[:class_dim], input.vocab, *shape[class_dim:])
     op = RowOp(operator.getitem, (tuple(entries),))
     selected = derive(input, "[…]", op, shape=shape, class_dim=class_dim)
+    if classes is None:
+        return selected
     # The classes are taken by the same call.
-    return selected if classes is None else _taken(call, replace(selected, trail=input.trail), "[…]", classes)
+    selected = replace(selected, trail=input.trail)
+    return entry_of_all(call, selected, classes) if of_one else _taken(call, selected, "[…]", classes)
 
 
 def _taken(call: Call, input: ClassTensor, name: str, classes: Any, **changes: Any) -> ClassTensor:
@@ -332,6 +339,11 @@ def _is_list(call: Call, entry: Any) -> bool:
     if isinstance(entry, list):
         return bool(entry) and all(type(one) is int for one in entry)
     return _is_index(call, entry) and call.example(entry).dim() == 1
+
+
+def _is_advanced(call: Call, entry: Any) -> bool:
+    """Whether an entry of an index is neither a slice nor a number nor a new axis."""
+    return not (entry is None or isinstance(entry, slice) or _is_number(call, entry))
 
 
 def _is_mask(call: Call, entry: Any) -> bool:
