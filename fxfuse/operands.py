@@ -46,6 +46,7 @@ class _Seal:
         self.version = None if tensor.is_inference() else tensor._version
         self.address = tensor.data_ptr()
         self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
+        self.was_gone = False  # at a step: whatever lies there since may be other values
         self.sample_of = _sample if copy is None else Tensor.detach
         self.sample = _sample(tensor) if copy is None else copy
 
@@ -59,7 +60,7 @@ class _Seal:
 
     def broken(self, tensor: Tensor, copy: Tensor | None = None) -> str:
         """How ``tensor`` was changed; empty if it was not, as far as can be seen: with a ``copy``, certainly."""
-        if tensor.untyped_storage().nbytes() == 0:
+        if self.was_gone or _is_gone(tensor):
             return "its memory was freed (FSDP frees what it gathered after the backward, or after the forward already)"
         if not self.is_of(tensor):
             return "its .data was replaced"
@@ -73,6 +74,10 @@ class _Seal:
             now, then = (self.sample_of(tensor), self.sample) if copy is None else (tensor.detach(), copy)
             now = now.resolve_neg()
             return "" if torch.equal(_bits(now), _bits(then)) else "it was changed behind autograd's back"
+
+
+def _is_gone(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -301,7 +306,11 @@ class Operands:
         with self.lock:
             for name, seal in self._seals.items():
                 tensor = self._originals[name]
-                if name in self._copies or compat.storage(tensor) not in storages:
+                if name in self._copies:
+                    continue
+                # What FSDP has gathered, it will gather again, of the shards that the step changes.
+                seal.was_gone |= _is_gone(tensor)
+                if compat.storage(tensor) not in storages:
                     continue
                 if self._is_read:
                     seal.is_open |= seal.is_of(tensor)
