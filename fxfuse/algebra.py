@@ -124,9 +124,14 @@ class ClassTensor:
         return len(self.since_extension) != len(self.class_ops)
 
     @property
+    def adds_to_classes(self) -> bool:
+        """Whether the program added something to the logits of a class, which keeps its precision."""
+        return any(op.shifts for op in self.since_extension)
+
+    @property
     def has_bias(self) -> bool:
         """Whether a bias is added to the product."""
-        return any(op.shifts for op in self.since_extension) or (self.head.bias is not None and not self.is_extended)
+        return self.adds_to_classes or (self.head.bias is not None and not self.is_extended)
 
     def hidden_states(self, emit: Emit, count: int | None = None) -> Handle:
         """The hidden states with the row operations replayed, or the first ``count`` of these, D in V's place."""
@@ -294,11 +299,11 @@ def constant(number: float) -> Entries:
 
 @dataclass(frozen=True)
 class Targeted(ClassTensor):
-    """Logits or log-probabilities times targets, which are one number at the class of each row and another elsewhere,
-    times a number.
+    """Logits, log-probabilities or probabilities times targets, which are one number at the class of each row and
+    another elsewhere (0 beside probabilities), times a number.
 
     Attributes:
-        of: which of the two.
+        of: which of these.
         targets: their entries. Their last axis was that of the classes, ``axis``, when the product was made.
         axis, since: of the classes, and how many row operations had been done, then.
     """
@@ -350,8 +355,11 @@ class OfTwoHeads(ClassTensor):
         return replace(super().with_heads(of), teacher=self.teacher.with_heads(of))
 
     def heads(self) -> dict[Head, bool]:
-        student, teacher = self.sides()
-        return {**student.heads(), **teacher.heads()}
+        found: dict[Head, bool] = {}
+        for side in self.sides():
+            for head, trained in side.heads().items():  # of one head both may be
+                found[head] = found.get(head, False) or trained
+        return found
 
     def logits_key(self, shifted: bool = True) -> tuple[Any, ...]:
         one, other = self.sides()
@@ -371,9 +379,26 @@ class Mixture(OfTwoHeads):
     weights: tuple[float, float] = (1.0, 1.0)
     log: bool = True
 
+    def turned(self) -> Mixture:
+        """The same with the student and the teacher in each other's place."""
+        student, teacher = self.sides()
+        fields = {f: getattr(self, f) for f in ("shape", "class_dim", "dtype", "requires_grad", "factor", "trail")}
+        fields = {f: getattr(teacher, f) for f in ClassTensor.__dataclass_fields__} | fields
+        fields |= {"teacher": student, "student_requires_grad": teacher.requires_grad}
+        return Mixture(**fields, weights=self.weights[::-1], log=self.log)
 
+
+@dataclass(frozen=True)
 class LogRatio(OfTwoHeads):
-    """Log-probabilities of the one less those of the other, times a number."""
+    """Log-probabilities of the one less those of the other, or of either less those of a mixture, times a number.
+
+    Attributes:
+        weights: of q and of p in that mixture, if it is one.
+        of_student: whether it is of q, then.
+    """
+
+    weights: tuple[float, float] | None = None
+    of_student: bool = True
 
 
 @dataclass(frozen=True)

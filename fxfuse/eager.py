@@ -72,8 +72,8 @@ def _logits(value: ClassTensor) -> Tensor:
     with torch.autocast(rows.device.type, enabled=False):
         weight, bias = value.classes(EMIT)
         rows, weight = rows.to(head.dtype), weight.to(head.dtype)
-        if bias is not None and bias.dtype == acc:  # more precise than the logits
-            z = _linear(rows, weight).to(acc) + bias
+        if bias is not None and value.adds_to_classes:
+            z = _linear(rows, weight).to(acc) + bias.to(acc)
         else:
             z = _linear(rows, weight, None if bias is None else bias.to(head.dtype))
         z = _filled(value.filled(EMIT), bias, z)
@@ -101,7 +101,9 @@ def _of_two(value: OfTwoHeads) -> Tensor:
         log_m = _mixed(log_q, log_p, *value.weights)
         return log_m if value.log else log_m.exp()
     if isinstance(value, LogRatio):
-        return log_q - log_p
+        if value.weights is None:
+            return log_q - log_p
+        return (log_q if value.of_student else log_p) - _mixed(log_q, log_p, *value.weights)
     assert isinstance(value, Comparison)
     log_m = _mixed(log_q, log_p, 1.0 - value.share, value.share)
     p, q = log_p.exp(), log_q.exp()

@@ -127,7 +127,7 @@ def why(variant: str, readers: Sequence[Reader], trained: bool, in_checkpoint: b
     if variant == KEPT:
         return f"{name} is one number, so its gradients are made of what the forward keeps"
     if isinstance(first.source, Comparison):
-        return f"{name} compares two heads, of which the backward computes the logits again, a chunk at a time"
+        return f"{name} compares two distributions, of which the backward computes the logits again, a chunk at a time"
     if len(readers) > 1:
         return f"{len(readers)} readers share one pass, and only the backward knows the gradient of each"
     if first.coefficients is None:
@@ -249,11 +249,10 @@ def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle
     if source.class_dim != len(source.shape) - 1:
         rows = emit(torch.movedim, rows, source.class_dim, -1)
     weight, bias = source.classes(emit)
-    shifted = any(op.shifts for op in source.since_extension)
     return (
         ready(emit(torch.reshape, rows, (-1, source.hidden)), head.dtype),
         ready(weight, head.dtype),
-        ready(bias, acc_dtype(head.dtype) if shifted else head.dtype),
+        ready(bias, acc_dtype(head.dtype) if source.adds_to_classes else head.dtype),
     )
 
 

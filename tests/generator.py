@@ -409,6 +409,12 @@ ODD_READERS = [
     "{z} @ s.w",
     "torch.full_like({z}, 2.0).sum({c})",
     "{z}.new_zeros(2) + {z}.shape[0]",
+    # itself, with other rows, another temperature or no gradient
+    'F.kl_div(({z} / 2).log_softmax({c}), {z}.detach().softmax({c}), reduction="batchmean")',
+    "F.kl_div({z}.log_softmax({c}), {z}.roll(1, 0).log_softmax({c}), log_target=True)",
+    "-({z}.detach().softmax({c}) * {z}.log_softmax({c})).sum({c})",
+    "({z}.softmax({c}) * ({z}.log_softmax({c}) - {z}.flip(0).log_softmax({c}))).sum({c})",
+    'F.kl_div((({z}.softmax({c}) + ({z} / 3).softmax({c})) / 2).log(), {z}.softmax({c}), reduction="sum")',
     # losses
     "F.cross_entropy({input}, F.one_hot({target}.clamp(min=0), {n}).movedim(-1, {d}).to({z}.dtype))",
     "F.cross_entropy({input}, {input}.detach().flip({d}).softmax({d}), label_smoothing=0.1)",
@@ -465,6 +471,7 @@ EDITS_OF_TARGETS = [
 OF_TARGETS = [
     "-({q} * {z}).sum({c})",
     "({z} * {q}).mean({c}, keepdim=True)",
+    "({z}.softmax({c}) * {q}).sum({c})",
     "-torch.mean(torch.sum({z}.log_softmax({c}) * {q}, dim={c}))",
     "({z}.log_softmax({c}) * -{q}).sum()",
     'F.kl_div({z}.log_softmax({c}), {q}, reduction="sum")',
@@ -489,6 +496,8 @@ PAIRS = [  # {z} and {q} of one shape
         for of, reduction in (("z", "sum"), ("q", "none"))
     ),
     "({q}.softmax({c}) * ({q}.log_softmax({c}) - {z}.log_softmax({c}))).sum({c})",
+    "({q}.softmax({c}) * ({q}.log_softmax({c}) - (0.3 * {z}.softmax({c}) + {q}.softmax({c}) * 0.7).log())).sum({c})",
+    "-({z}.softmax({c}) * (0.3 * {z}.softmax({c}) + {q}.softmax({c}) * 0.7).log()).sum({c})",
     "-({q}.softmax({c}) * {z}.log_softmax({c})).sum({c}).mean()",
     "F.cross_entropy({z}.movedim({c}, 0).flatten(1).t(), {q}.movedim({c}, 0).flatten(1).t().softmax(-1))",
     "F.mse_loss({z}, {q})",

@@ -765,6 +765,38 @@ def _mixture_by_a_parameter(s: World) -> Any:
     return F.kl_div(m, teacher, log_target=True)
 
 
+def _halves_of_a_batch(s: World) -> Any:
+    """R-Drop (Liang et al. 2021, arXiv:2106.14448), and a Jensen-Shannon divergence of them."""
+    z = s.zb
+    p, q = (half.log_softmax(-1) for half in z.view(-1, VOCAB)[:8].chunk(2))
+    both = F.kl_div(p, q, log_target=True, reduction="sum") + F.kl_div(q, p, log_target=True, reduction="sum")
+    mean = (p[:3].exp() + q[:3].exp()) / 2
+    return ce(z, s.y) + both, F.kl_div(mean.log(), q[:3].exp(), reduction="none").sum(-1)
+
+
+def _parts_of_mixtures(s: World) -> Any:
+    """A Jensen-Shannon divergence by hand, and skewed ones as DistiLLM has them (Ko et al. 2024, arXiv:2402.03898)."""
+    p, q = s.z.softmax(-1), _teacher(s).softmax(-1)
+    m, skewed = (0.5 * (p + q)).log(), (0.1 * q + 0.9 * p).log()
+    a = 0.5 * (p * (p.log() - m)).sum(-1) + 0.5 * (q * (q.log() - m)).sum(-1)
+    b = -(q * skewed).sum(-1), (p * skewed).sum(-1), (q * (q.log() - skewed)).mean(-1)
+    z = s.zb
+    first, second = (part.log_softmax(-1) for part in (z[:, 1:] / 2, z[:, :-1].detach()))
+    both = torch.logaddexp(first + math.log(0.3), second + math.log(0.7))
+    return a, *b, (second.exp() * (both - second)).sum(), (first.exp() * (both - first)).sum(-1)
+
+
+def _its_own_teacher(s: World) -> Any:
+    z, zb = s.z, s.zb
+    a = F.kl_div((z / 2).log_softmax(-1), z.detach().softmax(-1), reduction="batchmean")
+    b = F.kl_div(z.log_softmax(-1), (z / 3).softmax(-1), reduction="none").sum(-1)
+    c = -(z.detach().softmax(-1) * z.log_softmax(-1)).sum(-1), F.cross_entropy(z.mT, (z.mT / 0.5).softmax(1))
+    d = (zb.softmax(-1) * (zb.log_softmax(-1) - zb.flip(0).log_softmax(-1))).sum(-1)
+    with torch.no_grad():
+        e = F.kl_div(z[1:].log_softmax(-1), z[:-1].softmax(-1), reduction="sum")
+    return a, b, *c, d, e, F.kl_div(z.log_softmax(-1), z.softmax(-1), reduction="mean")
+
+
 def _probabilities_of_a_teacher(s: World) -> Any:
     p = _teacher(s).softmax(-1)
     a = F.cross_entropy(s.zb.view(-1, VOCAB), p.view(-1, VOCAB))
@@ -1226,6 +1258,9 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "skewed_divergence": _skewed_divergence,
     "reverse_divergence": _reverse_divergence,
     "divergence_by_hand": _divergence_by_hand,
+    "halves_of_a_batch": _halves_of_a_batch,
+    "its_own_teacher": _its_own_teacher,
+    "parts_of_mixtures": _parts_of_mixtures,
     "weighed_by_another": lambda s: (s.z.softmax(-1) * s.zb.log_softmax(-1)).sum(-1),
     # surroundings
     "no_grad_head": _no_grad_head,
@@ -1251,6 +1286,17 @@ FUSED: dict[str, Callable[[World], Any]] = {
 
 # Fused too, but only in a graph: at run time, where values are written or needed in full, they are built.
 FUSED_IN_GRAPHS: dict[str, Callable[[World], Any]] = {
+    "probabilities_of_labels": lambda s: (lambda z, own: (ce(z, s.y), ((1 - own) ** 2 * -own.log()).mean()))(
+        s.z, (F.one_hot(s.y, VOCAB).to(s.x.dtype) * s.z.softmax(-1)).sum(-1)
+    ),
+    "probabilities_of_labels_beside_others": lambda s: (
+        lambda z: (
+            ce(z, s.y) + (1 - torch.sum(F.one_hot(s.y, VOCAB) * F.softmax(z, -1), -1)).mean(),  # PolyLoss
+            (
+                z.masked_fill(s.c < 0.3, -math.inf).softmax(-1) * torch.zeros_like(z).scatter(-1, s.y[..., None], 2.0)
+            ).mean(),
+        )
+    )(s.zb),
     "one_class": lambda s: (
         torch.stack([s.z[:, -1, 3], s.z[:, -1, -2]], 1).log_softmax(1)[:, 1].exp(),  # as rerankers have it
         s.zb.log_softmax(-1)[..., 5].sum() + s.zb.mT.softmax(1)[0, 5].prod(),

@@ -210,7 +210,13 @@ JOINED = (
     *("categorical_of_a_mask_after_a_softcap", "entropy_of_least_numbers"),
     *("probabilities_of_a_teacher", "jensen_shannon", "jensen_shannon_by_logaddexp", "jensen_shannon_of_probabilities"),
     *("skewed_divergence", "mixture_by_a_written_number", "weighed_by_another", "divergence_by_hand"),
-    *("normaliser_under_no_grad", "shifted_rows_of_frozen_hidden_states"),
+    *(
+        "halves_of_a_batch",
+        "its_own_teacher",
+        "parts_of_mixtures",
+        "normaliser_under_no_grad",
+        "shifted_rows_of_frozen_hidden_states",
+    ),
 )
 
 
@@ -456,7 +462,7 @@ def test_a_line_that_cannot_be_read_is_empty(where: str | None) -> None:
         (lambda m, x, y: ce(m.lm_head(x), y), {"memory": 1 << 20}, "recompute in backward", "1,048,576 bytes"),
         (lambda m, x, y: m.lm_head(x).logsumexp(-1), {}, "recompute in backward", "a number for each row"),
         (lambda m, x, y: (ce(z := m.lm_head(x), y), z.logsumexp(-1)), {}, "recompute in backward", "2 readers share"),
-        (_taught, {}, "recompute in backward", "kl_div compares two heads"),
+        (_taught, {}, "recompute in backward", "kl_div compares two distributions"),
         (
             lambda m, x, y: checkpoint(lambda x: ce(m.lm_head(x), y), x, use_reentrant=False),
             {},

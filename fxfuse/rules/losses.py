@@ -57,9 +57,7 @@ def kl_div(call: Call, input: Any, target: Any, reduction: Any = "mean", log_tar
     if not isinstance(input, (LogProbs, Mixture)):
         call.keep("unknown_reader", "kl_div of something other than log-probabilities")
     if not isinstance(target, LogProbs if log_target else Probs):
-        call.keep(
-            "unknown_reader", "kl_div with targets that are neither another head's nor known from how they are made"
-        )
+        call.keep("unknown_reader", "kl_div with targets that are neither a head's nor known from how they are made")
     if reduction == "none":
         return compared(call, input, target, divergence=True)
     return _with_teacher(call, input, target, True, reduction, classes_at=None)
@@ -68,7 +66,7 @@ def kl_div(call: Call, input: Any, target: Any, reduction: Any = "mean", log_tar
 def _with_teacher(
     call: Call, input: ClassTensor, target: ClassTensor, divergence: bool, reduction: Any, classes_at: int | None
 ) -> Reader:
-    """A loss between the distributions of two heads, the target's being the teacher."""
+    """A loss between two distributions, the target being the teacher's."""
     if reduction not in ("none", "mean", "sum", "batchmean"):
         call.keep("unsupported_argument", f"{call.name} has reduction={reduction!r}")
     if classes_at is not None and input.class_dim != classes_at:

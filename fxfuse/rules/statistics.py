@@ -70,7 +70,8 @@ def _total(call: Call, input: Any, dim: Any, keepdim: Any, mean: bool) -> Reader
         if isinstance(input, Comparison):
             of_row = of_terms(emit, stats, input)
         elif index is not None:
-            own = emit(torch.select, stats.log_prob if kind is LogProbs else stats.picked, 1, 0)
+            own = emit(torch.select, stats.picked if kind is Logits else stats.log_prob, 1, 0)
+            own = emit(torch.exp, own) if kind is Probs else own
             of_row = times(emit, own, targets.on - targets.off)
             if targets.off != 0.0:
                 others = times(emit, _TOTALS[kind](emit, stats), targets.off)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..algebra import ClassTensor, Entries, Logits, LogProbs
+from ..algebra import ClassTensor, Entries, Logits, LogProbs, Probs
 from ..compat import same
 from ..ops.contract import acc_dtype
 from ..readers import Coefficients, Index, Reader, Statistics, weigh, with_offset
@@ -33,8 +33,10 @@ def can_weigh(input: ClassTensor, targets: Entries) -> bool:
     numbers += [step.number for step in input.transform if step.name == MASKED]
     infinite = any(map(math.isinf, numbers)) or any(op.name == "shift" for op in input.class_ops)
     huge = any(_HUGE < abs(number) < math.inf for number in numbers)
-    known = all(map(math.isfinite, targets[:2])) and not huge
-    return known and (not infinite or targets.on > targets.off > 0.0)
+    known = all(map(math.isfinite, targets[:2]))
+    if isinstance(input, Probs):  # of which none is infinite, or more than 1
+        return known
+    return known and not huge and (not infinite or targets.on > targets.off > 0.0)
 
 
 _HUGE = 1e30

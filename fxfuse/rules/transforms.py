@@ -156,7 +156,7 @@ def _scaled_by_tensor(call: Call, input: Any, function: Any, other: Any) -> Clas
         if like.dim() == 0:
             classes = (*input.class_ops, ClassOp("scale_bias", (function, other)))
             return derive(input, call.name, op, dtype=dtype, class_ops=classes)
-        if input.head.dtype.itemsize == 2 and any(op.shifts for op in input.since_extension):
+        if input.head.dtype.itemsize == 2 and input.adds_to_classes:
             # Which may not fit the dtype of the weight.
             call.keep("unknown_reader", f"{call.name} by a tensor, of 16-bit logits that another was added to,")
         classes = (*input.class_ops, ClassOp("extend", ()))
@@ -199,12 +199,13 @@ def _weighed(call: Call, a: ClassTensor, b: ClassTensor) -> ClassTensor:
     probs, other = (a, b) if isinstance(a, Probs) else (b, a)
     if isinstance(probs, Probs) and isinstance(other, LogRatio):
         return expected(call, probs, other)
-    if isinstance(probs, Probs) and isinstance(other, (LogProbs, Mixture)) and a.head is not b.head:
+    alike, detached = a.has_logits_of(b), a.requires_grad != b.requires_grad and call.out.requires_grad
+    if isinstance(probs, Probs) and isinstance(other, (LogProbs, Mixture)) and (detached or not alike):
         return compared(call, other, probs, divergence=False)
     kind = _WEIGHED.get(type(other))
-    if not isinstance(probs, Probs) or kind is None or not a.has_logits_of(b):
+    if not isinstance(probs, Probs) or kind is None or not alike:
         call.keep("unknown_reader", f"{call.name} of logits by logits")
-    if a.requires_grad != b.requires_grad and call.out.requires_grad:
+    if detached:
         call.keep("unknown_reader", f"{call.name} of logits by detached ones")
     factor = a.factor * b.factor
     if isinstance(other, ClampedLogProbs):
@@ -243,8 +244,8 @@ def mul(call: Call, input: Any, other: Any) -> ClassTensor:
 
 def _targeted(call: Call, input: Any, other: Any, targets: Entries) -> ClassTensor:
     """Times a tensor ``other`` that holds ``targets``."""
-    known = type(input) in (Logits, LogProbs) and are_targets_of(call, input, other) and can_weigh(input, targets)
-    if not known:
+    known = type(input) in (Logits, LogProbs) or (type(input) is Probs and targets.off == 0.0)
+    if not known or not are_targets_of(call, input, other) or not can_weigh(input, targets):
         call.keep("unknown_reader", f"{call.name} by targets")
     dtype = converted(call, input, call.out.dtype)
     made = {"of": type(input), "targets": targets, "axis": input.class_dim, "since": len(input.row_ops)}

@@ -1,4 +1,4 @@
-"""What is made of the distributions of two heads over one vocabulary: mixtures of them, and comparisons."""
+"""What is made of two distributions over one vocabulary, of two heads or of one: mixtures of them, and comparisons."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .casts import converted
 def _of_two(call: Call, kind: type[OfTwoHeads], one: ClassTensor, other: ClassTensor, **fields: Any) -> Any:
     """What is of ``kind``, with the logits of ``one`` for the student's and of ``other`` for the teacher's."""
     shapes = len(one.shape) == len(other.shape) and all(map(same, one.shape, other.shape))
-    if one.head is other.head or not shapes or one.class_dim != other.class_dim:
-        call.keep("unknown_reader", f"{call.name} of distributions that are not two heads' over one vocabulary")
+    if not shapes or one.class_dim != other.class_dim:
+        call.keep("unknown_reader", f"{call.name} of distributions that are not of the same shape")
     if one.head.dtype != other.head.dtype:
         call.keep("dtype", f"{call.name} of logits of {one.head.dtype} and {other.head.dtype}")
     dtype = converted(call, one, call.out.dtype if call.out.dim() == len(one.shape) else one.dtype)
@@ -114,7 +114,9 @@ def summed(call: Call, one: ClassTensor, other: ClassTensor) -> ClassTensor:
 
 
 def ratio(call: Call, one: ClassTensor, other: ClassTensor) -> LogRatio:
-    """Log-probabilities of one head less those of another."""
+    """Log-probabilities less others', or less those of a mixture."""
+    if isinstance(one, Mixture) or isinstance(other, Mixture):
+        return _ratio_to_a_mixture(call, one, other)
     sides = (one, other)
     if any(not isinstance(side, LogProbs) or side.factor != 1.0 for side in sides):
         call.keep("unknown_reader", f"{call.name} of logits by logits")
@@ -123,9 +125,40 @@ def ratio(call: Call, one: ClassTensor, other: ClassTensor) -> LogRatio:
     return _of_two(call, LogRatio, one, other)
 
 
+def _ratio_to_a_mixture(call: Call, one: ClassTensor, other: ClassTensor) -> LogRatio:
+    """Log-probabilities less those of a mixture that they are a part of, or the other way around."""
+    part, mixture, sign = (one, other, 1.0) if isinstance(other, Mixture) else (other, one, -1.0)
+    if not isinstance(mixture, Mixture) or not mixture.log or not isinstance(part, LogProbs) or part.factor != 1.0:
+        call.keep("unknown_reader", f"{call.name} of a mixture and something other than log-probabilities")
+    of_student = _is_of_student(call, mixture, part)
+    if any(op.shifts for one in mixture.sides() for op in one.class_ops):  # of masked classes eager's is not a number
+        call.keep("unknown_reader", f"{call.name} of log-probabilities of masked or shifted logits")
+    flows = {"requires_grad": mixture.requires_grad, "student_requires_grad": mixture.student_requires_grad}
+    made = {"weights": mixture.weights, "of_student": of_student, "factor": sign}
+    dtype = converted(call, mixture, call.out.dtype)
+    return become(LogRatio, mixture, call.name, dtype=dtype, teacher=mixture.teacher, **flows, **made)
+
+
+def _is_of_student(call: Call, mixture: Mixture, part: ClassTensor) -> bool:
+    """Whether ``part``, which has the logits of one side of a mixture, has the student's."""
+    student, teacher = mixture.sides()
+    of_student = part.has_logits_of(student)
+    side = student if of_student else teacher
+    if not part.has_logits_of(side) or part.requires_grad != side.requires_grad:
+        call.keep("unknown_reader", f"{call.name} of a mixture and something other than a part of it")
+    return of_student
+
+
 def expected(call: Call, probs: ClassTensor, ratio: LogRatio) -> Comparison:
     """Probabilities of one of both heads times their log-ratio: the terms of a divergence, ``p (log p - log q)``."""
     one, other = ratio.sides()
+    if ratio.weights is not None:
+        own = one if ratio.of_student else other
+        if not probs.has_logits_of(own):
+            call.keep("unknown_reader", f"{call.name} of a log-ratio and probabilities of another head")
+        fields = {f: getattr(ratio, f) for f in OfTwoHeads.__dataclass_fields__} | {"factor": 1.0}
+        terms = compared(call, Mixture(**fields, weights=ratio.weights), probs, divergence=True)
+        return replace(terms, factor=terms.factor * ratio.factor)
     is_of_one = probs.has_logits_of(one)
     own, against = (one, other) if is_of_one else (other, one)
     if not probs.has_logits_of(own):
@@ -151,12 +184,11 @@ def compared(call: Call, input: ClassTensor, target: ClassTensor, divergence: bo
     if not input.log or abs(total - 1.0) > rounding:
         call.keep("unknown_reader", f"{call.name} of a mixture whose weights add up to {total:g}")
     student, teacher = input.sides()
-    of_student = target.has_logits_of(student)
-    side = student if of_student else teacher
-    if not target.has_logits_of(side) or target.requires_grad != side.requires_grad:
-        call.keep("unknown_reader", f"{call.name} of a mixture and something other than a part of it")
-    if of_student and not divergence:
-        call.keep("unknown_reader", f"{call.name} of a mixture and the first part of it")
+    of_student = _is_of_student(call, input, target)
+    if of_student and not divergence:  # the op has the cross entropy of the teacher alone
+        if target.has_logits_of(teacher):
+            call.keep("unknown_reader", f"{call.name} of a mixture of equal parts")
+        return compared(call, input.turned(), target, divergence)
     flows = {"requires_grad": student.requires_grad or teacher.requires_grad}
     flows["student_requires_grad"] = student.requires_grad
     dtype = converted(call, input, call.out.dtype if call.out.dim() == len(input.shape) else input.dtype)
