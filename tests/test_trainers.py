@@ -123,6 +123,40 @@ def test_a_model_as_it_is(
     assert errors[0] <= 1.5 * errors[1] + 1e-6
 
 
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB)
+        self.rnn = torch.nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.embedding(ids))
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("recurrent", [True, False], ids=["LSTM", "Sequential"])
+def test_what_dynamo_would_leave_alone(recurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README says how to have it compiled all the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = Recurrent() if recurrent else torch.nn.Sequential(torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB))
+    ours = copy.deepcopy(eager)
+    if recurrent:
+        monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
+        ours.compile(backend="fxfuse", options=OPTIONS)
+        step = ours
+    else:
+        step = torch.compile(ours, backend="fxfuse", options=OPTIONS)
+    ids = torch.randint(VOCAB, (2, 7))
+    with dense_reads() as reads:
+        losses = [F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for model in (step, eager)]
+        sum(losses).backward()
+    assert reads.deferrals and not reads
+    torch.testing.assert_close(*losses)
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def test_generation() -> None:
     model = make("llama").eval()
     ids = batch()["input_ids"]
