@@ -43,6 +43,7 @@ class Head:
             under no_grad does not know, for it may be one of its arguments.
         filled: ``[V]`` bool, or None: classes whose logits are the bias alone, so that no gradient of theirs comes to
             the hidden states, not even one that is NaN.
+        wide_bias: whether the bias keeps its precision, as the program added it to logits (or a part of it).
         unsupported: what of its call fxfuse does not support, if anything.
     """
 
@@ -57,6 +58,7 @@ class Head:
     axis: int = -1
     order: tuple[int, ...] | None = None
     filled: Handle | None = None
+    wide_bias: bool = False
     unsupported: str = ""
 
     def of(self, **operands: Handle | None) -> Head:
@@ -126,7 +128,7 @@ class ClassTensor:
     @property
     def adds_to_classes(self) -> bool:
         """Whether the program added something to the logits of a class, which keeps its precision."""
-        return any(op.shifts for op in self.since_extension)
+        return any(op.shifts for op in self.since_extension) or (self.head.wide_bias and not self.is_extended)
 
     @property
     def has_bias(self) -> bool:

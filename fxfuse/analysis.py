@@ -289,7 +289,8 @@ class Analysis:
         if isinstance(outcome, Beside) and candidate.flow[-1] is node:
             candidate.flow.pop()  # nothing of the logits is in it
         if isinstance(outcome, Reader):
-            if self.timeline.is_written(node) and self._are_in(storages(node), node.all_input_nodes):  # it is a view
+            is_view = self._are_in(storages(node), node.all_input_nodes)
+            if is_view and self.timeline.is_written(node):
                 self._call(node, example_of(node)).keep("mutated", f"a write, beside {function_name(node)},")
             candidate.readers.append((node, outcome))
             self._results[node] = outcome

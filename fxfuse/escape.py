@@ -288,7 +288,7 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
     output.args = (tuple(returned),)
     transposed = head.weight_transposed and not value.class_ops
     bare = replace(head, input=None, weight=None, bias=None, weight_transposed=transposed)
-    bare = replace(bare, hidden=value.hidden, vocab=value.vocab)
+    bare = replace(bare, hidden=value.hidden, vocab=value.vocab, wide_bias=value.adds_to_classes)
     logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
     return Escape(positions, logits, at[0], at[1], at[2], at[3], _strides(escaped.node), exposed, views, bypassed, way)
 

@@ -3200,6 +3200,22 @@ def test_under_autocast(device: str) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=5e-2, atol=5e-3)
 
 
+@pytest.mark.parametrize("read", [lambda z: z + 0, lambda z: z.logsumexp(-1), lambda z: z[1].sin()])
+def test_what_a_graph_adds_to_16_bits_keeps_its_precision(read: Callable[[Tensor], Tensor], device: str) -> None:
+    """float32 in eager, too, whose vector is not rounded to 16 bits: of a thousand that would be several units."""
+    torch._dynamo.reset()
+    x, w, prior = (t.to(device) for t in (torch.randn(5, 8), torch.randn(60, 8), 1000 + torch.randn(60)))
+
+    def project(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            z = F.linear(x, w)
+        return z + prior
+
+    z = compiled(project)(x, w)
+    assert isinstance(z, DeferredLogits)
+    torch.testing.assert_close(read(z), read(project(x, w)), rtol=0, atol=0.05)
+
+
 def test_values_under_autocast_are_rounded_once(device: str) -> None:
     torch._dynamo.reset()
     x, w, b = (t.to(device) for t in (torch.randn(5, 8), torch.randn(60, 8), torch.randn(60)))
