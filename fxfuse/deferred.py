@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from . import compat, errors, hooks
 from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
+from .indices import has_fitting_mask, is_mask, rows_and_class, without_masks
 from .lazy import Described, parts_of, used_on
 from .lazy_tensor import (
     LazyTensor,
@@ -95,11 +96,11 @@ class DeferredLogits(LazyTensor):
             raise errors.deferred_cannot(_REFUSED[func], head_of(args))
         elif func is _ITER and args[0].dim():
             return iter(args[0].unbind(0))
-        elif func is _GETITEM and isinstance(args[0], DeferredLogits) and _has_fitting_mask(*args):
-            return args[0][_without_masks(args[1])]
+        elif func is _GETITEM and isinstance(args[0], DeferredLogits) and has_fitting_mask(args[0].shape, args[1]):
+            return args[0][without_masks(args[1])]
         elif func is _GETITEM and isinstance(args[0], DeferredLogits) and (apart := _rows_apart(*args)) is not None:
-            rows, classes = apart
-            return args[0][rows][classes]
+            rows, of_class = apart
+            return args[0][rows][of_class]
         elif func is _REGISTER_HOOK and hooks.is_signal(args[1]):
             for origin in args[0]._deferred.origins:
                 origin.signals.append(args[1])
@@ -259,7 +260,7 @@ def _as_mask(logits: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, (int, float)):  # which an assignment makes infinite, or refuses, otherwise than masked_fill
         value = _as_assigned(value, logits.dtype, 0)
     elif isinstance(value, Tensor) and value.dtype != logits.dtype and not isinstance(classes, slice):
-        if not _is_mask(classes) or _entries(value) is None:
+        if not is_mask(classes) or _entries(value) is None:
             return None
         value = _as_assigned(value, logits.dtype, torch.ones(1, dtype=torch.bool, device="cpu"))
     return logits, mask.view([-1 if i == described.class_dim else 1 for i in range(logits.dim())]), value
@@ -277,64 +278,15 @@ def _as_assigned(number: float | Tensor, dtype: torch.dtype, at: int | Tensor) -
         return one.item()
 
 
-def _is_mask(entry: Any) -> bool:
-    return type(entry) is Tensor and entry.dtype == torch.bool and entry.dim() > 0
-
-
-def _has_fitting_mask(logits: Tensor, index: Any) -> bool:
-    """Whether there is a mask in an index, and each has the shape of the axes that it is for: eager raises if not."""
-    entries = index if isinstance(index, tuple) else (index,)
-    widths = [_axes_of(entry) for entry in entries]
-    axis, found = 0, False
-    for entry, width in zip(entries, widths, strict=True):
-        if _is_mask(entry):
-            found = True
-            if logits.shape[axis : axis + width] != entry.shape:
-                return False
-        axis += logits.dim() - sum(widths) if entry is ... else width
-    return found
-
-
-def _axes_of(entry: Any) -> int:
-    """How many axes an entry of an index is for; 0 for an ellipsis, which is for the rest."""
-    if _is_mask(entry):
-        return int(entry.dim())
-    return 0 if entry is None or entry is ... or isinstance(entry, bool) else 1
-
-
-def _without_masks(index: Any) -> tuple[Any, ...]:
-    """An index with the positions of what masks select in their place: how many these are decides the shape."""
-    positions: list[Any] = []
-    for entry in index if isinstance(index, tuple) else (index,):
-        positions += entry.nonzero(as_tuple=True) if _is_mask(entry) else [entry]
-    return tuple(positions)
-
-
 def _rows_apart(logits: DeferredLogits, index: Any) -> tuple[Any, Any] | None:
-    """An index of some rows, and one of a class of these, which are ``index`` together; None if it is no such.
+    """The two indices that ``rows_and_class`` makes of one, if the last axis of the logits is that of their classes.
 
     A tensor without a class axis cannot be described, but the rows can, and these alone are computed.
     """
-    entries = list(index) if isinstance(index, tuple) else [index]
-    dims, described = logits.dim(), _description(logits) if _is_described(logits) else None
-    if not isinstance(described, ClassTensor) or described.class_dim != dims - 1:
+    described = _description(logits) if _is_described(logits) else None
+    if not isinstance(described, ClassTensor) or described.class_dim != logits.dim() - 1:
         return None
-    known = all(entry is ... or isinstance(entry, slice) or _is_position(entry) for entry in entries)
-    taken = sum(entry is not ... for entry in entries)
-    if not known or taken != dims or not _is_position(entries[-1]) or all(map(_is_all, entries[:-1])):
-        return None
-    *rows, of_class = (int(entry) if isinstance(entry, Tensor) else entry for entry in entries)  # as eager does it
-    if not -described.vocab <= of_class < described.vocab:  # eager says of which dimension
-        return None
-    return (*rows, slice(None)), (..., of_class)
-
-
-def _is_all(entry: Any) -> bool:
-    return entry is ... or (isinstance(entry, slice) and entry == slice(None))
-
-
-def _is_position(entry: Any) -> bool:
-    return type(entry) is int or (type(entry) is Tensor and entry.dtype == torch.int64 and entry.dim() == 0)
+    return rows_and_class(logits.dim(), described.vocab, index)
 
 
 def _look_up(func: Any, args: Any) -> tuple[Rule, str, Any] | None:
