@@ -278,6 +278,10 @@ class WeighedLogProbs(ClassTensor):
     """Log-probabilities times the probabilities, times a number."""
 
 
+class Infinite(ClassTensor):
+    """Whether such logits are infinite."""
+
+
 class Entries(NamedTuple):
     """``off`` everywhere, but ``on`` at one class of each row, the classes being along the last axis.
 
@@ -369,6 +373,10 @@ class OfTwoHeads(ClassTensor):
         return super().logits_key(), one.requires_grad, of_teacher, other.requires_grad
 
 
+class InfiniteOfEither(OfTwoHeads):
+    """Whether the logits of either are infinite."""
+
+
 @dataclass(frozen=True)
 class Mixture(OfTwoHeads):
     """A weighted sum of both distributions, or its logarithm.
@@ -410,13 +418,20 @@ class Comparison(OfTwoHeads):
     Attributes:
         share: of p in m, which is q itself for 0.
         terms: how often ``p (log p - log m)``, as ``kl_div`` has it, ``-p log m`` and ``q (log q - log m)`` are in it.
+        finite: whether it is 0 where the logits of either are infinite.
     """
 
     share: float = 0.0
     terms: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    finite: bool = False
+
+    def is_of_teacher_alone(self) -> bool:
+        """Whether its terms add up to ``p log p``, times a number, whatever the mixture is."""
+        of_kl, of_cross_entropy, of_student = self.terms
+        return of_kl == -of_cross_entropy and of_student == 0.0
 
     def logits_key(self, shifted: bool = True) -> tuple[Any, ...]:
-        return *super().logits_key(), self.share
+        return *super().logits_key(), self.share, self.finite
 
 
 C = TypeVar("C", bound=ClassTensor)

@@ -312,15 +312,15 @@ class Analysis:
         target = node.args[0]
         assert isinstance(target, Node)
         call = self._call(node, example_of(node))
-        candidate = self._owner_of(values[0])
-        # Under another grad mode values change and gradients do not.
-        same_mode = self.timeline.region[node] == self.timeline.region[candidate.node]
         memory = storages(target)
         # What nothing uses from here on may stay what it was: each edit leaves a view that the next need not tell.
         used = (known for known in self._values if self.timeline.is_used_after(known, node))
         views = list(dict.fromkeys(known for known in (target, *used) if storages(known) & memory))
         # A part of memory may be written to as a whole if nothing else is seen of the rest.
-        if not (_fills_memory(target) or views == [target]) or not same_mode or len(values) > 1:
+        # Under another grad mode values change and gradients do not.
+        same_mode = all(self.timeline.region[node] == self.timeline.region[view] for view in views)
+        alone = views == [target]
+        if not (_fills_memory(target) or alone) or not same_mode or (len(values) > 1 and not alone):
             call.keep("mutated")
         if _is_expanded(target):  # eager raises
             call.keep("mutated", f"{call.name}, through an expanded view,")

@@ -17,6 +17,8 @@ from .algebra import (
     ClassTensor,
     Comparison,
     Exponentials,
+    Infinite,
+    InfiniteOfEither,
     Logits,
     LogProbs,
     LogRatio,
@@ -96,7 +98,10 @@ def _filled(classes: Tensor | None, bias: Tensor | None, z: Tensor) -> Tensor:
 
 def _of_two(value: OfTwoHeads) -> Tensor:
     """The same of two heads, but for the factor, the class axis last."""
-    log_q, log_p = (_logits(side).log_softmax(-1) for side in value.sides())
+    z, y = map(_logits, value.sides())
+    if isinstance(value, InfiniteOfEither):
+        return z.isinf() | y.isinf()
+    log_q, log_p = z.log_softmax(-1), y.log_softmax(-1)
     if isinstance(value, Mixture):
         log_m = _mixed(log_q, log_p, *value.weights)
         return log_m if value.log else log_m.exp()
@@ -114,7 +119,8 @@ def _of_two(value: OfTwoHeads) -> Tensor:
         for term, (weight, above) in zip(value.terms, parts, strict=True)
         if term != 0.0
     ]
-    return functools.reduce(torch.add, terms, torch.zeros_like(p))
+    total = functools.reduce(torch.add, terms, torch.zeros_like(p))
+    return total.masked_fill(z.isinf() | y.isinf(), 0.0) if value.finite else total
 
 
 def _mixed(log_q: Tensor, log_p: Tensor, of_q: float, of_p: float) -> Tensor:
@@ -130,6 +136,7 @@ _FROM_LOGITS: dict[type[ClassTensor], Callable[[Tensor, float], Tensor]] = {
     ClampedLogProbs: lambda z, factor: z.log_softmax(-1).clamp(min=torch.finfo(z.dtype).min) * factor,
     Probs: lambda z, factor: z.softmax(-1) * factor,
     Exponentials: lambda z, factor: z.exp() * factor,
+    Infinite: lambda z, factor: z.isinf(),
     WeighedLogits: lambda z, factor: z.softmax(-1) * z * factor,
     WeighedLogProbs: lambda z, factor: z.softmax(-1) * z.log_softmax(-1) * factor,
 }

@@ -216,6 +216,7 @@ def _comparison(
     operands, others = _level(emit, student), _level(emit, teacher)
     options = {
         "share": source.share,
+        "finite": source.finite,
         "transform": encode(student.transform),
         "teacher_transform": encode(teacher.transform),
         "memory": memory,

@@ -786,6 +786,41 @@ def _parts_of_mixtures(s: World) -> Any:
     return a, *b, (second.exp() * (both - second)).sum(), (first.exp() * (both - first)).sum(-1)
 
 
+def _distillation_of_finite_logits(s: World) -> Any:
+    """Divergences as MiniLLM and DistiLLM have them (Gu et al. 2024, arXiv:2306.08543; Ko et al. 2024,
+    arXiv:2402.03898), with what their code puts in the place of terms with infinite logits."""
+    student, teacher = s.zb, _teacher(s)
+    p, q = F.softmax(teacher, dim=-1), F.softmax(student, dim=-1)
+    log_p, log_q = F.log_softmax(teacher, dim=-1), F.log_softmax(student, dim=-1)
+    of_student, infinite = torch.isinf(student), torch.isinf(student) | torch.isinf(teacher)
+    forward = torch.masked_fill(p * log_q, of_student, 0).sum(-1)
+    terms = torch.masked_fill(q * log_p, infinite, 0)
+    terms -= torch.masked_fill(q * log_q, infinite, 0)
+    of_q, of_p = (0.1 * p + 0.9 * q).log(), torch.log(0.9 * p + 0.1 * q)
+    skewed = (q * of_q).masked_fill(infinite, 0)
+    skewed -= (q * log_q).masked_fill(infinite, 0)
+    other = (p * of_p).masked_fill(infinite, 0.0)
+    other = other - (p * log_p).masked_fill(torch.logical_or(teacher.isinf(), student.isinf()), 0.0)
+    alone = torch.masked_fill(p * of_p, infinite, 0).sum(-1)
+    return -forward, -terms.sum(-1), -skewed.sum(-1).mean(), (2 * other).sum(dim=-1), alone
+
+
+def _finite_logits_of_masked_classes(s: World) -> Any:
+    """Where classes are ruled out, by either or by both, only what is finite is left."""
+    student, teacher = s.z.masked_fill(s.c > 0.7, -math.inf), _teacher(s).masked_fill(s.c < 0.2, -math.inf)
+    p, log_q = teacher.softmax(-1), student.log_softmax(-1)
+    a = (p * log_q).masked_fill(student.isinf(), 0).sum(-1)
+    return a, F.kl_div(log_q, p, reduction="none").masked_fill(student.isinf() | teacher.isinf(), 0).mean(-1)
+
+
+def _entropies_and_cross_entropies(s: World) -> Any:
+    """Sums of p log p and of p log q, added up entry by entry."""
+    student, teacher = s.zb, _teacher(s)
+    p, q, log_q = teacher.softmax(-1), student.softmax(-1), student.log_softmax(-1)
+    a = (p * p.log() - p * log_q).sum(-1), (q * teacher.log_softmax(-1) + -(q * log_q)).mean()
+    return *a, (3 * q * log_q - 2 * (q * p.log())).sum()
+
+
 def _its_own_teacher(s: World) -> Any:
     z, zb = s.z, s.zb
     a = F.kl_div((z / 2).log_softmax(-1), z.detach().softmax(-1), reduction="batchmean")
@@ -1256,6 +1291,9 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "jensen_shannon_by_logaddexp": _jensen_shannon_by_logaddexp,
     "jensen_shannon_of_probabilities": _jensen_shannon_of_probabilities,
     "skewed_divergence": _skewed_divergence,
+    "distillation_of_finite_logits": _distillation_of_finite_logits,
+    "finite_logits_of_masked_classes": _finite_logits_of_masked_classes,
+    "entropies_and_cross_entropies": _entropies_and_cross_entropies,
     "reverse_divergence": _reverse_divergence,
     "divergence_by_hand": _divergence_by_hand,
     "halves_of_a_batch": _halves_of_a_batch,
@@ -1669,6 +1707,21 @@ DEFERRED: dict[str, Callable[[World], Any]] = {
 }
 
 KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
+    "mask_of_infinite_logits": ("unknown_reader", lambda s: (lambda z: (z.isinf().any(), ce(z, s.y)))(s.z)),
+    "number_of_infinite_logits": ("unknown_reader", lambda s: (lambda z: (z.isinf().float().sum(-1), ce(z, s.y)))(s.z)),
+    "entropy_of_finite_logits": (
+        "unknown_reader",
+        lambda s: (lambda z: (z.softmax(-1) * z.log_softmax(-1)).masked_fill(z.isinf(), 0).sum(-1))(s.z),
+    ),
+    "infinite_logits_in_brackets": ("unknown_reader", lambda s: (lambda z: (z[z.isinf()].sum(), ce(z, s.y)))(s.z)),
+    "class_of_an_infinite_logit": (
+        "unknown_reader",
+        lambda s: (lambda z: (z.isinf().max(-1).indices, ce(z, s.y)))(s.z),
+    ),
+    "infinite_logits_picked": (
+        "unknown_reader",
+        lambda s: (lambda z: (z.isinf().gather(-1, s.y[..., None]), ce(z, s.y)))(s.z),
+    ),
     "returned_beside_scores": ("returned", _returned_scores),
     "normaliser_written_behind_autograd": ("operand_mutated", _normaliser_written_behind_autograd),
     "multi_label": ("unknown_reader", lambda s: F.binary_cross_entropy_with_logits(s.z, s.c.expand(s.z.shape) * 0.1)),

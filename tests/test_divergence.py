@@ -35,8 +35,9 @@ inf, nan = float("inf"), float("nan")
 SOFTCAPS = {"transform": "tanh mul:3.0", "teacher_transform": "tanh mul:2.0"}
 SCALE, TEACHER_SCALE = 0.5, -0.75
 MIXED = {"share": 0.3}
-OPTIONS = [{}, SOFTCAPS, MIXED, {"share": 0.8, **SOFTCAPS}]
-OPTION_IDS = ["plain", "softcap", "mixture", "softcap and mixture"]
+FINITE: dict[str, Any] = {"finite": True}
+OPTIONS = [{}, SOFTCAPS, MIXED, {"share": 0.8, **SOFTCAPS}, FINITE, FINITE | MIXED]
+OPTION_IDS = ["plain", "softcap", "mixture", "softcap and mixture", "finite", "finite and mixture"]
 
 
 def two_heads(
@@ -71,9 +72,15 @@ def divergences(log_q: Tensor, log_p: Tensor, share: float) -> tuple[Tensor, ...
 
 
 def eager(
-    *operands: Tensor | None, share: float = 0.0, transform: str = "", teacher_transform: str = ""
+    *operands: Tensor | None,
+    share: float = 0.0,
+    finite: bool = False,
+    transform: str = "",
+    teacher_transform: str = "",
 ) -> tuple[Tensor, ...]:
     """As a careful user writes them: the projections in the operands' dtypes, the rest in float32."""
+    if finite:
+        return of_the_finite(*operands, share=share)
 
     def log_softmax(input: Any, weight: Any, bias: Any, scale: float, softcap: float | None) -> Tensor:
         z = F.linear(input, weight, bias).to(acc_dtype(input.dtype)) * scale
@@ -82,6 +89,25 @@ def eager(
     log_q = log_softmax(*operands[:3], SCALE, 3.0 if transform else None)
     log_p = log_softmax(*operands[3:], TEACHER_SCALE, 2.0 if teacher_transform else None)
     return divergences(log_q, log_p, share)
+
+
+def of_the_finite(*operands: Tensor | None, share: float) -> tuple[Tensor, ...]:
+    """As MiniLLM and DistiLLM write them: with zeros where the logit of either is infinite."""
+    z, y = (
+        F.linear(x, w, b).to(acc_dtype(x.dtype)) * scale  # type: ignore[arg-type, union-attr]
+        for x, w, b, scale in ((*operands[:3], SCALE), (*operands[3:], TEACHER_SCALE))
+    )
+    infinite = z.isinf() | y.isinf()
+    # What is put in the place of -inf changes neither softmax, and keeps its gradient from becoming NaN.
+    log_q, log_p = (t.masked_fill(t.isinf(), -1e4).log_softmax(1) for t in (z, y))
+    q, p = log_q.exp(), log_p.exp()
+    log_m = torch.logaddexp(log_q + math.log1p(-share), log_p + math.log(share)) if share else log_q
+
+    def of(terms: Tensor) -> Tensor:
+        return terms.masked_fill(infinite, 0).sum(1)
+
+    divergences = of(p * (log_p - log_m)), of(-p * log_m), of(q * (log_q - log_m))
+    return divergences if share else divergences[:2]
 
 
 def with_biases(biases: bool, f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -196,7 +222,7 @@ def test_heads_of_different_dtypes(device: str, dtype: torch.dtype, teacher_dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_log_sum_exps_are_those_of_linear_stats(device: str, dtype: torch.dtype) -> None:
     operands = two_heads(21, 8, 37, dtype, device)
-    sums = ops.linear_divergence(*arguments(operands), **SOFTCAPS)[5:]
+    sums = ops.linear_divergence(*arguments(operands), **SOFTCAPS)[6:]
     index = torch.zeros(21, 1, dtype=torch.int64, device=device)
     for head, scale, transform, (lse, residual) in (
         (operands[:3], SCALE, SOFTCAPS["transform"], sums[:2]),
@@ -210,6 +236,34 @@ def test_log_sum_exps_are_those_of_linear_stats(device: str, dtype: torch.dtype)
 
 
 # --- numbers at the edge --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)], ids=["kl", "cross_entropy", "student_kl", "all"])
+def test_infinite_logits_may_be_left_out(device: str, which: tuple[int, ...], share: float, dtype: torch.dtype) -> None:
+    if 2 in which and not share:
+        which = which[:-1]
+    if not which:
+        pytest.skip("there is none without a mixture")
+    x, w, b, y, v, c = two_heads(21, 8, 37, dtype, device)
+    b = b.index_fill(0, torch.tensor([0, 7, 36], device=device), -inf)
+    c = c.index_fill(0, torch.tensor([3, 7, 35], device=device), inf)  # the negative scale makes -inf of it
+    operands = (x, w, b, y, v, c)
+    ours_, eager_ = (lambda *six, f=f: [f(*six, share=share, finite=True)[i] for i in which] for f in (ours, eager))
+    exact = value_and_grads(eager_, *doubled(*operands))
+    assert all(bool(one.isfinite().all()) for one in exact)
+    assert_no_worse_than_eager(value_and_grads(ours_, *operands), value_and_grads(eager_, *operands), exact)
+    assert bool(ours(*operands, share=share)[0].isinf().all()) == (share == 0), "where they count"
+
+
+def test_a_row_with_a_logit_of_plus_infinity_is_no_number(device: str) -> None:
+    """As its softmax is, so that nothing finite comes of it."""
+    operands = list(two_heads(21, 8, 37, device=device))
+    operands[2] = operands[2].index_fill(0, torch.tensor([4], device=device), inf)
+    for share in (0.0, 0.3):
+        for one in ours(*operands, share=share, finite=True):
+            assert bool(one.isnan().all())
 
 
 def of_logits(student: Tensor, teacher: Tensor, device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -393,8 +447,10 @@ def test_only_the_divergences_are_differentiable(device: str) -> None:
     operands = [t.requires_grad_() for t in two_heads(6, 4, 9, device=device)]
     for share in (0.0, 0.5):
         out = ops.linear_divergence(*arguments(operands), share=share)
-        assert [t.requires_grad for t in out] == [True, True, bool(share), *[False] * 6]
-        assert [t.shape[0] for t in out] == [6, 6, *[6 if share else 0] * 3, *[6] * 4]
+        assert [t.requires_grad for t in out] == [True, True, bool(share), *[False] * 7]
+        assert [t.shape[0] for t in out] == [6, 6, *[6 if share else 0] * 3, 0, *[6] * 4]
+        with_infinite = ops.linear_divergence(*arguments(operands), share=share, finite=True)
+        assert [t.shape[0] for t in with_infinite] == [6, 6, 6 if share else 0, *[6] * 7]
 
 
 def test_operands_and_results_are_not_written_to(device: str) -> None:

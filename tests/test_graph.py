@@ -292,6 +292,30 @@ def test_other_mixtures_and_gradients_do_not_share() -> None:
     assert calls(captured(program, World.make())) == ["linear_divergence.default"] * 4
 
 
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        lambda terms, own, z, t, other: terms.masked_fill(z.isinf(), 1),
+        lambda terms, own, z, t, other: terms.masked_fill(t.isinf(), 0),
+        lambda terms, own, z, t, other: terms.masked_fill(other.isinf(), 0),
+        lambda terms, own, z, t, other: terms.masked_fill(z.isinf() | other.isinf(), 0),
+        lambda terms, own, z, t, other: terms.masked_fill((z / 2).isinf(), 0),
+        lambda terms, own, z, t, other: terms.masked_fill(z.isinf(), 0) - own,
+        lambda terms, own, z, t, other: terms - own.masked_fill(t.isinf() | z.isinf(), 0),
+        lambda terms, own, z, t, other: terms.masked_fill(t.isinf() | z.isinf(), 0) - own.masked_fill(t.isinf(), 0),
+    ],
+)
+def test_masks_that_are_not_of_where_either_head_is_infinite(left_out: Any) -> None:
+    """Of these programs the entries are needed: no comparison of the two heads is the same."""
+
+    def program(s: World) -> Any:
+        z, t, other = s.z, F.linear(s.x.cos(), s.w.detach().sin()), F.linear(s.x, s.w + 1)
+        return left_out(t.softmax(-1) * z.log_softmax(-1), t.softmax(-1) * t.log_softmax(-1), z, t, other).sum(-1)
+
+    assert "linear_divergence.default" not in calls(captured(program, World.make()))
+    torch.testing.assert_close(compiled(program)(World.make()), program(World.make()))
+
+
 def test_a_loss_alone_has_its_gradients_made_in_the_forward() -> None:
     assert calls(captured(lambda s: ce(s.z, s.y), World.make())) == ["check_index.default", "linear_loss.default"]
 

@@ -14,7 +14,7 @@ from helpers import FLOORS, LargestTensor, assert_no_worse_than_eager, doubled, 
 from interpreted import DEVICE, DTYPES, HAS_GPU, Cases, made_of
 from torch import Tensor
 
-from fxfuse.ops import divergence_cuda, softmax_cuda, windows
+from fxfuse.ops import divergence, divergence_cuda, softmax_cuda, windows
 from fxfuse.transform import apply, decode
 
 inf, nan = float("inf"), float("nan")
@@ -587,6 +587,26 @@ def divergence_gradients_of_any_size(dtype: torch.dtype) -> None:
             scaled = divergence_and_gradients(args, [one * factor for one in g], share=share)
             for i in biases:
                 torch.testing.assert_close(scaled[i] / factor, plain[i], rtol=1e-6, atol=1e-6)
+
+
+@case(each_dtype=True)
+def divergence_of_finite_logits(dtype: torch.dtype) -> None:
+    """Of a class that the student rules out, one that the teacher does, and one that both do."""
+    x, w, b, scale, y, v, c, teacher_scale = two_heads(21, 16, 70, dtype)
+    b = b.float().index_fill(0, torch.tensor([0, 7], device=DEVICE), -math.inf)
+    c = c.float().index_fill(0, torch.tensor([7, 69], device=DEVICE), math.inf)  # whose scale is negative
+    args, g = (x, w, b, scale, y, v, c, teacher_scale), [normal(21), normal(21, seed=1), normal(21, seed=2)]
+    for share in MIXTURES:
+        actual = divergence_and_gradients(args, g, share=share, finite=True)
+        wide = tuple(t.double() if isinstance(t, Tensor) else t for t in args)
+        out = divergence.linear_divergence_chunked(*wide, share=share, finite=True)
+        grads = divergence.linear_divergence_backward_chunked(
+            *wide, *out, *(one.double() for one in g[:2]), *[True] * 6, g_student_kl=g[2].double() if share else None,
+            share=share, finite=True,
+        )  # fmt: skip
+        for a, e in zip(actual, (*out[: 3 if share else 2], *grads), strict=True):
+            assert bool(a.isfinite().all())
+            assert relative_error(a, e) < (3e-6 if a.dtype == torch.float32 == dtype else 4e-3)
 
 
 @case(each_dtype=True)

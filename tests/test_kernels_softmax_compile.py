@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 
@@ -52,22 +53,24 @@ def record(
         g = meta(rows, vocab, dtype=dtype) if plain else meta(vocab, rows, dtype=dtype).t()
         softmax_cuda.linear_softmax_backward(*head, 0.5, log, out, g, *needs, **options)
     heads = (*head, 0.5, *head, 2.0)
-    for share in (0.0, 0.3):
-        options = {"transform": transform, "teacher_transform": transform, "share": share}
+    for share, finite in itertools.product((0.0, 0.3), (False, True)):
+        options = {"transform": transform, "teacher_transform": transform, "share": share, "finite": finite}
         statistics = divergence_cuda.linear_divergence(*heads, **options)
         g = meta(rows), meta(rows), *needs, False, not plain, False
         options["g_student_kl"] = meta(rows) if share else None
         divergence_cuda.linear_divergence_backward(*heads, *statistics, *g, **options)
     # Further windows launch the same kernels again.
-    variants = {(one.kernel.__name__, one.options.get("LOG"), _mixes(one)): one for one in launches}
-    assert len(variants) == len([name for names in KERNELS.values() for name in names]) + 5
+    variants = {(one.kernel.__name__, one.options.get("LOG"), *_mixes(one)): one for one in launches}
+    assert len(variants) == len([name for names in KERNELS.values() for name in names]) + 9
     return list(variants.values())
 
 
-def _mixes(launch: Launch) -> bool:
-    """Whether a kernel of divergences compares with a mixture."""
+def _mixes(launch: Launch) -> tuple[bool, bool]:
+    """Whether a kernel of divergences compares with a mixture, and whether it leaves infinite logits out."""
     given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
-    return given.get("part_overlap", given.get("overlap")) is not None
+    kinds = ("part_student_kl", "student_kl"), ("part_counted", "counted")
+    mixes, counts = (given.get(forward, given.get(backward)) is not None for forward, backward in kinds)
+    return mixes, counts
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -30,6 +30,12 @@ def mixed(log_q, log_p, share, own):
     return tl.minimum(apart, 0.0) - below, tl.minimum(-apart, 0.0) - below, part
 
 
+@triton.jit
+def finite(log_q, log_p):
+    """Where neither is infinite. (What is no number is none of these.)"""
+    return (tl.abs(log_q) != float("inf")) & (tl.abs(log_p) != float("inf"))
+
+
 @triton.jit(do_not_specialize=["rows", "splits", "tiles_per_split"])
 def divergence_kernel(
     product,  # [rows, V] float32: the student's
@@ -43,9 +49,10 @@ def divergence_kernel(
     part_total,  # [splits, rows] float32, out: sums of p
     part_kl,  # the same: of p (log p - log m)
     part_cross_entropy,  # the same: of -p log m
-    part_student_total,  # the same: of q; or None where q is m, as all from here on
-    part_student_kl,  # the same: of q (log q - log m)
+    part_student_total,  # the same: of q; or None where q is m and all count
     part_overlap,  # the same: of p q / m
+    part_student_kl,  # the same: of q (log q - log m); or None where q is m
+    part_counted,  # the same: of p where both logits are finite; or None where all count
     scale,
     teacher_scale,
     share,
@@ -69,6 +76,7 @@ def divergence_kernel(
     student_total = tl.zeros((BLOCK,), dtype=tl.float32)
     student_kl = tl.zeros((BLOCK,), dtype=tl.float32)
     overlap = tl.zeros((BLOCK,), dtype=tl.float32)
+    counted = tl.zeros((BLOCK,), dtype=tl.float32)
     for tile in range(first, tl.minimum(first + tiles_per_split, tl.cdiv(vocab, BLOCK))):
         col = tile * BLOCK + tl.arange(0, BLOCK)
         inside = col < vocab
@@ -80,16 +88,25 @@ def divergence_kernel(
         log_p = log_softmax(y, teacher_lse, teacher_residual, row)
         p = exponential(log_p)
         counts = inside & (p != 0)
+        if part_counted is not None:
+            counts &= finite(log_q, log_p)
+            counted += tl.where(counts, p, 0.0)
         log_m = log_q
         above = log_p - log_q
+        u = p
         if part_overlap is not None:
+            q = exponential(log_q)
+            student_total += tl.where(inside, q, 0.0)
+        if part_student_kl is not None:
             student_above, above, part = mixed(log_q, log_p, share, own)
             log_m = log_p - above
-            q = exponential(log_q)
             student_counts = inside & (q != 0)
-            student_total += tl.where(inside, q, 0.0)
+            if part_counted is not None:
+                student_counts &= finite(log_q, log_p)
             student_kl += tl.where(student_counts, q * student_above, 0.0)
-            overlap += tl.where(counts & student_counts, tl.minimum(p, q) / part, 0.0)
+            u = tl.where(q != 0, tl.minimum(p, q) / part, 0.0)
+        if part_overlap is not None:
+            overlap += tl.where(counts, u, 0.0)
         total += tl.where(inside, p, 0.0)
         kl += tl.where(counts, p * above, 0.0)
         cross_entropy -= tl.where(counts, p * log_m, 0.0)
@@ -99,8 +116,11 @@ def divergence_kernel(
     tl.store(part_cross_entropy + at, tl.sum(cross_entropy, 0))
     if part_overlap is not None:
         tl.store(part_student_total + at, tl.sum(student_total, 0))
-        tl.store(part_student_kl + at, tl.sum(student_kl, 0))
         tl.store(part_overlap + at, tl.sum(overlap, 0))
+    if part_student_kl is not None:
+        tl.store(part_student_kl + at, tl.sum(student_kl, 0))
+    if part_counted is not None:
+        tl.store(part_counted + at, tl.sum(counted, 0))
 
 
 @triton.jit
@@ -116,8 +136,9 @@ def gradients_kernel(
     kl,  # [rows] float32, as are all from here on
     cross_entropy,
     student_kl,  # or None, where q is m
-    overlap,  # or None
+    overlap,  # or None, where q is m and all count
     teacher_overlap,  # or None
+    counted,  # or None, where all count
     g_kl,
     g_cross_entropy,
     g_student_kl,  # or None
@@ -159,19 +180,28 @@ def gradients_kernel(
     active = (row_g_kl != 0) | (row_g_cross_entropy != 0)
     log_m = log_q
     above = log_p - log_q
-    if overlap is not None:
+    u = p
+    if student_kl is not None:
         row_g_student_kl = tl.load(g_student_kl + row)
         active |= row_g_student_kl != 0
         student_above, above, part = mixed(log_q, log_p, share, own)
         log_m = log_p - above
         u = tl.where((p != 0) & (q != 0), tl.minimum(p, q) / part, 0.0)
+    if counted is not None:
+        counts = finite(log_q, log_p)
+        above = tl.where(counts, above, 0.0)
+        log_m = tl.where(counts, log_m, 0.0)
+        u = tl.where(counts, u, 0.0)
+        if student_kl is not None:
+            student_above = tl.where(counts, student_above, 0.0)
     # The padding is written too: a mask at an odd W would break the stores into single elements.
     if dz is not None:
+        of_q = q
         if overlap is not None:
-            d = tl.where(q != 0, row_g_student_kl * q * (student_above - tl.load(student_kl + row)), 0.0)
-            d -= row_g_u * (u - q * tl.load(overlap + row))
-        else:
-            d = row_g_u * (q - p)
+            of_q = q * tl.load(overlap + row)
+        d = row_g_u * (of_q - u)
+        if student_kl is not None:
+            d += tl.where(q != 0, row_g_student_kl * q * (student_above - tl.load(student_kl + row)), 0.0)
         if factor is not None:
             scale = scale * tl.load(factor)
         d = tl.where(active, d * slope * scale, 0.0)
@@ -182,6 +212,8 @@ def gradients_kernel(
         d = tl.where(p != 0, d, 0.0)
         if overlap is not None:
             d += row_g_u * (u - p * tl.load(teacher_overlap + row))
+        if counted is not None:
+            d -= row_g_cross_entropy * (tl.where(counts, p, 0.0) - p * tl.load(counted + row))
         if teacher_factor is not None:
             teacher_scale = teacher_scale * tl.load(teacher_factor)
         d = tl.where(active, d * teacher_slope * teacher_scale, 0.0)
@@ -207,13 +239,14 @@ class Logits(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the gradients need of each row, float32 ``[C]``; None without a mixture. See ``ops.divergence``."""
+    """What the gradients need of each row, float32 ``[C]``; None of what is not made. See ``ops.divergence``."""
 
     kl: Tensor
     cross_entropy: Tensor
     student_kl: Tensor | None
     overlap: Tensor | None
     teacher_overlap: Tensor | None
+    counted: Tensor | None
     g_kl: Tensor
     g_cross_entropy: Tensor
     g_student_kl: Tensor | None
@@ -223,20 +256,20 @@ class Row(NamedTuple):
         return Row(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
 
-def divergences(student: Logits, teacher: Logits, share: float) -> tuple[Tensor | None, ...]:
-    """``kl``, ``cross_entropy``, and ``student_kl``, ``overlap`` and ``teacher_overlap`` or None for a share of 0.
+def divergences(student: Logits, teacher: Logits, share: float, finite: bool) -> tuple[Tensor | None, ...]:
+    """``kl``, ``cross_entropy``, ``student_kl``, ``overlap``, ``teacher_overlap``, ``counted``; None of what is empty.
 
     Of whole rows, float64 ``[C]``; see ``ops.divergence``.
     """
     rows, vocab = student.product.shape
     splits, each = divided(rows, vocab, student.product.device)
-    count = 6 if share else 3
-    parts = torch.empty((count, splits, rows), dtype=torch.float32, device=student.product.device)
+    wanted = (True, True, True, share or finite, share or finite, share, finite)
+    parts = torch.empty((sum(map(bool, wanted)), splits, rows), dtype=torch.float32, device=student.product.device)
+    each_part = iter(parts)
     divergence_kernel[(rows * splits,)](
         *student.tensors,
         *teacher.tensors,
-        *parts.unbind(),
-        *[None] * (6 - count),
+        *(next(each_part) if want else None for want in wanted),
         student.scale,
         teacher.scale,
         share,
@@ -252,12 +285,18 @@ def divergences(student: Logits, teacher: Logits, share: float) -> tuple[Tensor 
         BLOCK=block(student.product.device),
         **OPTIONS,
     )
-    total, kl, cross_entropy, *mixture = parts.sum(1, dtype=torch.float64).unbind()
-    divergences = kl / total, cross_entropy / total
-    if not mixture:
-        return *divergences, None, None, None
-    student_total, student_kl, overlap = mixture
-    return *divergences, student_kl / student_total, overlap / student_total, overlap / total
+    sums = iter(parts.sum(1, dtype=torch.float64))
+    total, kl, cross_entropy, student_total, overlap, student_kl, counted = (
+        next(sums) if want else None for want in wanted
+    )
+
+    def over(sum: Tensor | None, whole: Tensor | None) -> Tensor | None:
+        return None if sum is None or whole is None else sum / whole
+
+    return (
+        over(kl, total), over(cross_entropy, total), over(student_kl, student_total), over(overlap, student_total),
+        over(overlap, total), over(counted, total),
+    )  # fmt: skip
 
 
 def write_gradients(

@@ -10,19 +10,24 @@ their mixture m = (1 - share) q + share p, which is q itself for a ``share`` of 
 ``student_kl [N]``                                                ``sum_j q_j (log q_j - log m_j)``
 ``overlap``, ``teacher_overlap [N]``                              ``sum_j u_j`` with ``u_j = p_j q_j / m_j``, over the
                                                                   sums of q and of p, for the backward
+``counted [N]``                                                   ``sum_j p_j`` over the finite, for the backward
 ``lse``, ``residual``, ``teacher_lse``, ``teacher_residual [N]``  either head's log-sum-exps as in ``contract``, for the
                                                                   backward; unspecified in rows that are not finite
 ================================================================  =====================================================
 
-``student_kl`` and the overlaps are empty for a share of 0, where they would be 0 and 1. A term is 0 where the
-probability before it is, whatever the other is there (``torch.xlogy``): classes that both heads rule out count for
-nothing. Each sum is one of such terms: the difference of a cross entropy and an entropy would cancel where the student
-is close to the teacher. Each is taken over the sum of the probabilities in it: that is 1 but for rounding, which all
-classes have in common, so that in the gradients of hidden states it would not average out. All are in the accumulation
-dtype, float64 if an operand is and else float32; only ``kl``, ``cross_entropy`` and ``student_kl`` are differentiable.
+``student_kl`` is empty for a share of 0, where it would be 0. A term is 0 where the probability before it is, whatever
+the other is there (``torch.xlogy``): classes that both heads rule out count for nothing. With ``finite`` neither do
+those for which the logit of either is infinite; without, ``counted`` would be 1 and is empty, as are the overlaps if
+the share is 0, too. Each sum is one of such terms: the difference of a cross entropy and an entropy would cancel where
+the student is close to the teacher. Each is taken over the sum of the probabilities in it: that is 1 but for rounding,
+which all classes have in common, so that in the gradients of hidden states it would not average out. All are in the
+accumulation dtype, float64 if an operand is and else float32; only ``kl``, ``cross_entropy`` and ``student_kl`` are
+differentiable.
+
 Hinton, Vinyals & Dean 2015 (arXiv:1503.02531) has the losses without a mixture; temperatures are scales. ``share kl +
 (1 - share) student_kl`` is the generalised Jensen-Shannon divergence of Agarwal et al. 2024 (arXiv:2306.13649), and
-either term alone the skewed one of Ko et al. 2024 (arXiv:2402.03898).
+either term alone the skewed one of Ko et al. 2024 (arXiv:2402.03898), whose code, as that of Gu et al. 2024
+(arXiv:2306.08543), leaves out infinite logits.
 
 The derivatives of log q_j by z_k and of log p_j by y_k are [j = k] - q_k and [j = k] - p_k, and those of log m_j are
 (1 - share) q_j / m_j and share p_j / m_j times these. So upstream gradients ``g_kl``, ``g_cross_entropy`` and
@@ -30,12 +35,13 @@ The derivatives of log q_j by z_k and of log p_j by y_k are [j = k] - q_k and [j
 
     dz_j = g_student_kl q_j (log q_j - log m_j - student_kl) - g (u_j - q_j overlap)
     dy_j = p_j (g_kl (log p_j - log m_j - kl) + g_cross_entropy (-log m_j - cross_entropy))
-           + g (u_j - p_j teacher_overlap)
+           + g (u_j - p_j teacher_overlap) - g_cross_entropy p_j (1 - counted)
 
-times scale and slope. Without a mixture u is p, and dz_j is g (q_j - p_j). What is multiplied by p_j or q_j is 0 where
-these are, and a row whose upstream gradients are all zero contributes exactly zero. A teacher without gradients costs
-the backward its logits and no further product. There is a chunk of the logits of either head at a time. ``memory``
-bounds the buffers in bytes; 0 leaves them to the implementation.
+times scale and slope. Where a logit is infinite and only the finite count, the logarithms, u_j and that 1 are 0.
+Without a mixture u is p, and dz_j is g (q_j - p_j). What is multiplied by p_j or q_j is 0 where these are, and a row
+whose upstream gradients are all zero contributes exactly zero. A teacher without gradients costs the backward its
+logits and no further product. There is a chunk of the logits of either head at a time. ``memory`` bounds the buffers in
+bytes; 0 leaves them to the implementation.
 
 Here are the op's schema and what a CPU runs: ATen in chunks of rows.
 """
@@ -89,16 +95,18 @@ class Divergences(NamedTuple):
     student_kl: Tensor
     overlap: Tensor
     teacher_overlap: Tensor
+    counted: Tensor
     lse: Tensor
     residual: Tensor
     teacher_lse: Tensor
     teacher_residual: Tensor
 
     @classmethod
-    def empty(cls, operands: Operands, share: float) -> Divergences:
+    def empty(cls, operands: Operands, share: float, finite: bool) -> Divergences:
         """Memory for all."""
         rows = operands.input.shape[0]
-        sizes = (rows, rows, *(3 * (rows if share else 0,)), *4 * (rows,))
+        mixed, overlaps, counted = (rows if wanted else 0 for wanted in (share, share or finite, finite))
+        sizes = (rows, rows, mixed, overlaps, overlaps, counted, *4 * (rows,))
         return cls(*(operands.input.new_empty((size,), dtype=operands.acc) for size in sizes))
 
     def write(self, at: slice, *parts: Tensor | None) -> None:
@@ -177,12 +185,29 @@ class _Mixed(NamedTuple):
     log_m: Tensor
     student_above: Tensor | None  # log q - log m, where m is not q
     u: Tensor | None  # p q / m, where that is not p
+    infinite: Tensor | None  # where one of them is, if such count for nothing: all of the others are 0 there
 
     @classmethod
-    def of(cls, log_q: Tensor, log_p: Tensor, q: Tensor | None, p: Tensor, share: float) -> _Mixed:
+    def of(cls, log_q: Tensor, log_p: Tensor, q: Tensor | None, p: Tensor, share: float, finite: bool) -> _Mixed:
         """``q`` is needed with a mixture alone."""
-        if q is None:
-            return cls(log_p - log_q, log_q, None, None)
+        if not finite:
+            return cls(*cls._parts(log_q, log_p, q, p, share), None)
+        infinite = log_q.isinf().logical_or_(log_p.isinf())
+        above, log_m, student_above, u = cls._parts(log_q, log_p, q, p, share)
+
+        def of_finite(part: Tensor) -> Tensor:
+            return part.masked_fill(infinite, 0.0)
+
+        student_above = None if student_above is None else of_finite(student_above)
+        return cls(of_finite(above), of_finite(log_m), student_above, of_finite(p if u is None else u), infinite)
+
+    @staticmethod
+    def _parts(
+        log_q: Tensor, log_p: Tensor, q: Tensor | None, p: Tensor, share: float
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        if not share:
+            return log_p - log_q, log_q, None, None
+        assert q is not None
         # Of the larger of p and q, m is the part (1 - w) + w r, with r the smaller over the larger and w its weight in
         # m. Where they are close, so that this is close to 1, only 1 + w (r - 1) keeps how far it is from that.
         apart = log_q - log_p
@@ -193,7 +218,7 @@ class _Mixed(NamedTuple):
         u = (torch.minimum(p, q) / part).masked_fill_((p == 0) | (q == 0), 0.0)
         below = part.log_()
         above = (-apart).clamp_(max=0.0) - below
-        return cls(above, log_p - above, apart.clamp_(max=0.0).sub_(below), u)
+        return above, log_p - above, apart.clamp_(max=0.0).sub_(below), u
 
 
 def _mean(weight: Tensor, terms: Tensor, total: Tensor) -> Tensor:
@@ -201,31 +226,39 @@ def _mean(weight: Tensor, terms: Tensor, total: Tensor) -> Tensor:
     return (weight * terms).masked_fill_(weight == 0, 0.0).sum(1) / total
 
 
-def _slices(student: _Side, share: float, memory: int) -> list[slice]:
+def _slices(student: _Side, share: float, finite: bool, memory: int) -> list[slice]:
     vocab = student.head.weight.shape[0]
-    buffers = MIXED_BUFFERS if share else BUFFERS
+    buffers = MIXED_BUFFERS if share or finite else BUFFERS
     return row_slices(student.input.shape[0], vocab * student.acc.itemsize, memory, buffers)
 
 
 def linear_divergence_chunked(
-    *args: Any, share: float = 0.0, transform: str = "", teacher_transform: str = "", memory: int = 0
+    *args: Any,
+    share: float = 0.0,
+    finite: bool = False,
+    transform: str = "",
+    teacher_transform: str = "",
+    memory: int = 0,
 ) -> Divergences:
     operands = Operands(*args)
     student, teacher = _Side.both(operands, transform, teacher_transform)
-    out = Divergences.empty(operands, share)
-    for at in _slices(student, share, memory):
+    out = Divergences.empty(operands, share, finite)
+    for at in _slices(student, share, finite, memory):
         log_q, log_p = student.log_softmax(at, False), teacher.log_softmax(at, False)
-        p, q = log_p.values.exp(), log_q.values.exp() if share else None
-        mixed = _Mixed.of(log_q.values, log_p.values, q, p, share)
-        student_kl = overlap = teacher_overlap = None
+        p, q = log_p.values.exp(), log_q.values.exp() if share or finite else None
+        mixed = _Mixed.of(log_q.values, log_p.values, q, p, share, finite)
+        student_kl = overlap = teacher_overlap = counted = None
         teacher_total = p.sum(1)
         if q is not None:
-            assert mixed.student_above is not None and mixed.u is not None
+            assert mixed.u is not None
             student_total, u_total = q.sum(1), mixed.u.sum(1)
-            student_kl = _mean(q, mixed.student_above, student_total)
             overlap, teacher_overlap = u_total / student_total, u_total / teacher_total
+            if mixed.student_above is not None:
+                student_kl = _mean(q, mixed.student_above, student_total)
+        if mixed.infinite is not None:
+            counted = p.masked_fill(mixed.infinite, 0.0).sum(1) / teacher_total
         kl, cross_entropy = _mean(p, mixed.above, teacher_total), -_mean(p, mixed.log_m, teacher_total)
-        divergences = kl, cross_entropy, student_kl, overlap, teacher_overlap
+        divergences = kl, cross_entropy, student_kl, overlap, teacher_overlap, counted
         out.write(at, *divergences, log_q.lse, log_q.residual, log_p.lse, log_p.residual)
     return out
 
@@ -234,6 +267,7 @@ def linear_divergence_backward_chunked(
     *args: Any,
     g_student_kl: Tensor | None = None,
     share: float = 0.0,
+    finite: bool = False,
     transform: str = "",
     teacher_transform: str = "",
     memory: int = 0,
@@ -243,19 +277,20 @@ def linear_divergence_backward_chunked(
     grads = Gradients(operands.input.shape[0], student.head, *needs[:3])
     teacher_grads = Gradients(operands.input.shape[0], teacher.head, *needs[3:])
     active, g_u = g.active, g.of_overlap(share)
-    for at in _slices(student, share, memory):
+    for at in _slices(student, share, finite, memory):
         log_q, log_p = student.log_softmax(at, grads.any()), teacher.log_softmax(at, teacher_grads.any())
         p, q = log_p.values.exp(), log_q.values.exp() if share or grads.any() else None
-        mixed = _Mixed.of(log_q.values, log_p.values, q if share else None, p, share)
+        mixed = _Mixed.of(log_q.values, log_p.values, q, p, share, finite)
         if grads.any():
             assert q is not None
             if mixed.u is None:
                 dz = q.sub_(p).mul_(g_u[at, None])
             else:
-                assert mixed.student_above is not None and g.student_kl is not None
+                dz = (q * have.overlap[at, None]).sub_(mixed.u).mul_(g_u[at, None])
+            if mixed.student_above is not None:
+                assert g.student_kl is not None
                 above = mixed.student_above.sub_(have.student_kl[at, None]).mul_(g.student_kl[at, None])
-                dz = above.mul_(q).masked_fill_(q == 0, 0.0)
-                dz.sub_((mixed.u - q * have.overlap[at, None]).mul_(g_u[at, None]))
+                dz.add_(above.mul_(q).masked_fill_(q == 0, 0.0))
             student.add(grads, at, dz, log_q.slope, active[at])
         if teacher_grads.any():
             dy = mixed.above.sub_(have.kl[at, None]).mul_(g.kl[at, None])
@@ -263,6 +298,9 @@ def linear_divergence_backward_chunked(
             dy = dy.mul_(p).masked_fill_(p == 0, 0.0)
             if mixed.u is not None:
                 dy.add_((mixed.u - p * have.teacher_overlap[at, None]).mul_(g_u[at, None]))
+            if mixed.infinite is not None:
+                rest = p.masked_fill(mixed.infinite, 0.0).sub_(p * have.counted[at, None])
+                dy.sub_(rest.mul_(g.cross_entropy[at, None]))
             teacher.add(teacher_grads, at, dy, log_p.slope, active[at])
     return *grads.like(*operands.student[:3]), *teacher_grads.like(*operands.teacher[:3])
 
@@ -271,7 +309,7 @@ def taken_apart(
     args: tuple[Any, ...], g_student_kl: Tensor | None
 ) -> tuple[Operands, Divergences, Upstream, tuple[bool, ...]]:
     """The arguments of the backward: operands, what the forward returned, upstream gradients, and the needs."""
-    return Operands(*args[:8]), Divergences(*args[8:17]), Upstream(args[17], args[18], g_student_kl), args[19:]
+    return Operands(*args[:8]), Divergences(*args[8:18]), Upstream(args[18], args[19], g_student_kl), args[20:]
 
 
 # --- the op ---------------------------------------------------------------------------------------------------
@@ -280,7 +318,7 @@ _OPERANDS = (
     "Tensor input, Tensor weight, Tensor? bias, float scale,"
     " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, float teacher_scale"
 )
-_OPTIONS = "float share=0.0, str transform='', str teacher_transform='', int memory=0"
+_OPTIONS = "float share=0.0, bool finite=False, str transform='', str teacher_transform='', int memory=0"
 _NEEDS = (
     "bool need_input, bool need_weight, bool need_bias,"
     " bool need_teacher_input, bool need_teacher_weight, bool need_teacher_bias"
@@ -304,8 +342,8 @@ linear_divergence_backward = torch.ops.fxfuse.linear_divergence_backward.default
 
 
 @torch.library.register_fake("fxfuse::linear_divergence", lib=lib)
-def _fake(*args: Any, share: float = 0.0, **_: Any) -> tuple[Tensor, ...]:
-    return tuple(Divergences.empty(Operands(*args), share))
+def _fake(*args: Any, share: float = 0.0, finite: bool = False, **_: Any) -> tuple[Tensor, ...]:
+    return tuple(Divergences.empty(Operands(*args), share, finite))
 
 
 @torch.library.register_fake("fxfuse::linear_divergence_backward", lib=lib)

@@ -75,19 +75,24 @@ def _buffer(input: Tensor, rows: slice, classes: slice, dtype: torch.dtype) -> T
 
 
 def linear_divergence(
-    *args: Any, share: float = 0.0, transform: str = "", teacher_transform: str = "", memory: int = 0
+    *args: Any,
+    share: float = 0.0,
+    finite: bool = False,
+    transform: str = "",
+    teacher_transform: str = "",
+    memory: int = 0,
 ) -> Divergences:
     operands = Operands(*args)
     if not _has_kernels(operands):
         return linear_divergence_chunked(
-            *args, share=share, transform=transform, teacher_transform=teacher_transform, memory=memory
+            *args, share=share, finite=finite, transform=transform, teacher_transform=teacher_transform, memory=memory
         )
     from ..kernels.divergence import Logits, divergences
     from ..kernels.softmax import row_stats
 
     heads = _Head.both(operands, transform, teacher_transform)
     rows, vocab = operands.input.shape[0], operands.weight.shape[0]
-    out = Divergences.empty(operands, share)
+    out = Divergences.empty(operands, share, finite)
     row_bytes, whole = 2 * 4 * vocab, slice(0, vocab)  # of both heads' products
     chunks = chunks_of(rows, row_bytes, window_bytes(rows * row_bytes, of_products(memory)))
     buffers = [_buffer(operands.input, chunks[0], whole, torch.float32) for _ in heads]
@@ -95,7 +100,7 @@ def linear_divergence(
         for here in chunks:
             read = [head.product(here, whole, at) for head, at in zip(heads, buffers, strict=True)]
             log_q, log_p = (Logits(*one, *row_stats(*one)) for one in read)
-            made = divergences(log_q, log_p, share)
+            made = divergences(log_q, log_p, share, finite)
             out.write(here, *made, log_q.lse, log_q.residual, log_p.lse, log_p.residual)
     return out
 
@@ -104,6 +109,7 @@ def linear_divergence_backward(
     *args: Any,
     g_student_kl: Tensor | None = None,
     share: float = 0.0,
+    finite: bool = False,
     transform: str = "",
     teacher_transform: str = "",
     memory: int = 0,
@@ -111,8 +117,8 @@ def linear_divergence_backward(
     operands, have, g, needs = taken_apart(args, g_student_kl)
     if not _has_kernels(operands):
         return linear_divergence_backward_chunked(
-            *args, g_student_kl=g_student_kl, share=share, transform=transform, teacher_transform=teacher_transform,
-            memory=memory,
+            *args, g_student_kl=g_student_kl, share=share, finite=finite, transform=transform,
+            teacher_transform=teacher_transform, memory=memory,
         )  # fmt: skip
     from ..kernels.divergence import Logits, Row, write_gradients
 
@@ -120,7 +126,7 @@ def linear_divergence_backward(
     rows, vocab = operands.input.shape[0], operands.weight.shape[0]
     have = Divergences(*(t.contiguous() for t in have))
     g_u = g.of_overlap(share)
-    row = Row(*(None if t is None or not len(t) else t.contiguous() for t in (*have[:5], *g, g_u)))  # type: ignore[arg-type]
+    row = Row(*(None if t is None or not len(t) else t.contiguous() for t in (*have[:6], *g, g_u)))  # type: ignore[arg-type]
     # An idle row's gradient is zero, but zero times a NaN in its hidden states would still reach the weight.
     active = g.active[:, None]
     wanted = any(needs[:3]), any(needs[3:])
@@ -158,6 +164,8 @@ def _bounds(have: Divergences, g: Upstream, g_u: Tensor) -> tuple[Tensor, Tensor
     # and q, so its terms and their sum are at most 1.
     of_student = g_u.abs()
     of_teacher = g.kl.abs() * _most(have.kl) + g.cross_entropy.abs() * have.cross_entropy
+    if len(have.counted):
+        of_teacher = of_teacher + g_u.abs() + g.cross_entropy.abs()
     if g.student_kl is None:
         return of_student, of_teacher
     return of_student + g.student_kl.abs() * _most(have.student_kl), of_teacher + g_u.abs()

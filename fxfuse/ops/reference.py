@@ -209,6 +209,7 @@ def linear_divergence(
     teacher_scale: float,
     *,
     share: float = 0.0,
+    finite: bool = False,
     transform: str = "",
     teacher_transform: str = "",
 ) -> tuple[Tensor, ...]:
@@ -216,13 +217,17 @@ def linear_divergence(
     y, _ = logits(teacher_input, teacher_weight, teacher_bias, teacher_scale, teacher_transform)
     log_q, log_p = z.log_softmax(1), y.log_softmax(1)
     q, p, zero = log_q.exp(), log_p.exp(), z.new_zeros(())
-    log_m, student_kl, overlap = log_q, z.new_zeros((0,)), z.new_zeros((0,))
+    left_out = z.isinf() | y.isinf() if finite else torch.zeros_like(z, dtype=torch.bool)
+    log_m, student_kl, overlap, counted = log_q, *3 * (z.new_zeros((0,)),)
     if share:
         log_m = torch.logaddexp(log_q + math.log1p(-share), log_p + math.log(share))
-        student_kl = torch.where(q == 0, zero, q * (log_q - log_m)).sum(1)
-        overlap = torch.where((p == 0) | (q == 0), zero, p * q / log_m.exp()).sum(1)
-    kl = torch.where(p == 0, zero, p * (log_p - log_m)).sum(1)
-    cross_entropy = -torch.where(p == 0, zero, p * log_m).sum(1)
+        student_kl = torch.where((q == 0) | left_out, zero, q * (log_q - log_m)).sum(1)
+    if share or finite:
+        overlap = torch.where((p == 0) | (q == 0) | left_out, zero, p * q / log_m.exp()).sum(1)
+    if finite:
+        counted = torch.where(left_out, zero, p).sum(1)
+    kl = torch.where((p == 0) | left_out, zero, p * (log_p - log_m)).sum(1)
+    cross_entropy = -torch.where((p == 0) | left_out, zero, p * log_m).sum(1)
     lse, teacher_lse = z.logsumexp(1), y.logsumexp(1)
     residual = torch.zeros_like(lse)
-    return kl, cross_entropy, student_kl, overlap, overlap, lse, residual, teacher_lse, residual
+    return kl, cross_entropy, student_kl, overlap, overlap, counted, lse, residual, teacher_lse, residual

@@ -269,4 +269,4 @@ def _begun(call: Call, given: ClassTensor, outcome: Logits) -> Logits | None:
 
 
 # Importing a family fills the table.
-from . import casts, heads, log_probs, losses, shapes, statistics, transforms, two_heads, views  # noqa: E402, F401
+from . import casts, heads, infinite, log_probs, losses, shapes, statistics, transforms, two_heads, views  # noqa: E402, F401

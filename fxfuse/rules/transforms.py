@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ..algebra import (
     ClampedLogProbs,
     ClassTensor,
+    Comparison,
     Entries,
     Exponentials,
     Logits,
@@ -34,6 +35,7 @@ from ..replay import LOW, ByColumn, ClassOp, Extension, RowOp, RowShift
 from ..transform import MASKED, Step, then
 from . import Call, rule
 from .casts import converted
+from .infinite import left_out
 from .targets import are_targets_of, can_weigh
 from .two_heads import compared, expected, ratio, shifted, summed, weighted
 
@@ -312,6 +314,8 @@ def rsub(call: Call, input: Any, other: Any) -> ClassTensor:
 def _subtracted(call: Call, minuend: Any, input: ClassTensor) -> ClassTensor:
     """A number or a tensor less logits: these negated, and it added."""
     if isinstance(minuend, ClassTensor):
+        if isinstance(minuend, Comparison) or isinstance(input, Comparison):
+            return summed(call, minuend, replace(input, factor=-input.factor))
         return ratio(call, minuend, input)
     read = call.reader_of(minuend)
     if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input, call.out):
@@ -491,8 +495,10 @@ def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Ca
     return classes if like.dtype == torch.int64 or fits else None
 
 
-@rule(torch.masked_fill, "masked_fill", in_place=("masked_fill_",))
+@rule(torch.masked_fill, "masked_fill", tracked=("input", "mask"), in_place=("masked_fill_",))
 def masked_fill(call: Call, input: Any, mask: Any, value: Any) -> ClassTensor:
+    if isinstance(mask, ClassTensor):
+        return left_out(call, input, mask, value)
     _refuse_overflow(call, value, call.out.dtype)
     return _masked(call, input, mask, value)
 

@@ -17,6 +17,7 @@ from ..algebra import (
     OfTwoHeads,
     Probs,
     ShiftedLogProbs,
+    WeighedLogProbs,
     become,
     derive,
 )
@@ -25,14 +26,22 @@ from . import Call, rule
 from .casts import converted
 
 
-def _of_two(call: Call, kind: type[OfTwoHeads], one: ClassTensor, other: ClassTensor, **fields: Any) -> Any:
+def of_two(
+    call: Call,
+    kind: type[OfTwoHeads],
+    one: ClassTensor,
+    other: ClassTensor,
+    dtype: torch.dtype | None = None,
+    **fields: Any,
+) -> Any:
     """What is of ``kind``, with the logits of ``one`` for the student's and of ``other`` for the teacher's."""
     shapes = len(one.shape) == len(other.shape) and all(map(same, one.shape, other.shape))
     if not shapes or one.class_dim != other.class_dim:
         call.keep("unknown_reader", f"{call.name} of distributions that are not of the same shape")
     if one.head.dtype != other.head.dtype:
         call.keep("dtype", f"{call.name} of logits of {one.head.dtype} and {other.head.dtype}")
-    dtype = converted(call, one, call.out.dtype if call.out.dim() == len(one.shape) else one.dtype)
+    if dtype is None:
+        dtype = converted(call, one, call.out.dtype if call.out.dim() == len(one.shape) else one.dtype)
     flows = {"requires_grad": one.requires_grad or other.requires_grad, "student_requires_grad": one.requires_grad}
     return become(kind, one, call.name, dtype=dtype, teacher=other, **flows, **fields)
 
@@ -75,7 +84,7 @@ def _mixed(call: Call, one: Any, other: Any, log: bool) -> Mixture:
     if any(isinstance(side, LogProbs) and side.factor != 1.0 for side in (one, other)):
         call.keep("unknown_reader", f"{call.name} of scaled log-probabilities")
     weights = _positive(call, one.factor, other.factor)
-    return _of_two(call, Mixture, one, other, factor=1.0, weights=weights, log=log)
+    return of_two(call, Mixture, one, other, factor=1.0, weights=weights, log=log)
 
 
 @rule(torch.logaddexp, "logaddexp", tracked=("input", "other"))
@@ -102,12 +111,41 @@ def summed(call: Call, one: ClassTensor, other: ClassTensor) -> ClassTensor:
     """Probabilities of two heads, or terms of two comparisons of the same, added up."""
     if isinstance(one, Probs) and isinstance(other, Probs):
         return _mixed(call, one, other, log=False)
-    if not isinstance(one, Comparison) or not isinstance(other, Comparison):
-        call.keep("unknown_reader", f"{call.name} of logits to logits")
+    one, other = _as_comparisons(call, one, other)
     if not one.has_logits_of(other) or one.requires_grad != other.requires_grad:
         call.keep("unknown_reader", f"{call.name} of comparisons of different logits")
     a, b, c = (one.factor * mine + other.factor * theirs for mine, theirs in zip(one.terms, other.terms, strict=True))
     return derive(one, call.name, dtype=converted(call, one, call.out.dtype), factor=1.0, terms=(a, b, c))
+
+
+def _as_comparisons(call: Call, one: ClassTensor, other: ClassTensor) -> tuple[Comparison, Comparison]:
+    """Both as terms of comparisons with one mixture, where they are what every mixture has in common: p log p."""
+    if isinstance(one, WeighedLogProbs) and isinstance(other, Comparison):
+        one = own_terms(call, one, other.sides()[0])
+    elif isinstance(other, WeighedLogProbs) and isinstance(one, Comparison):
+        other = own_terms(call, other, one.sides()[0])
+    if not isinstance(one, Comparison) or not isinstance(other, Comparison):
+        call.keep("unknown_reader", f"{call.name} of logits to logits")
+    if one.is_of_teacher_alone():
+        return _with_student_of(one, other), other
+    return one, _with_student_of(other, one) if other.is_of_teacher_alone() else other
+
+
+def own_terms(call: Call, input: WeighedLogProbs, student: ClassTensor) -> Comparison:
+    """p log p, as what a divergence from any ``student`` and its cross entropy have apart."""
+    own = become(Probs, input, call.name, factor=1.0, trail=input.trail)
+    return of_two(call, Comparison, student, own, terms=(1.0, -1.0, 0.0), factor=input.factor)
+
+
+def _with_student_of(terms: Comparison, other: Comparison) -> Comparison:
+    """``terms`` of the teacher alone beside ``other``'s student, if they are of its logits."""
+    own, teacher = terms.sides()[1], other.sides()[1]
+    alike = own.has_logits_of(teacher) and own.requires_grad == teacher.requires_grad
+    # What is left out where the student's logits are infinite is so of one student.
+    same_student = not terms.finite or terms.sides()[0].has_logits_of(other.sides()[0])
+    if not alike or not same_student or terms.finite != other.finite:
+        return terms
+    return replace(other, terms=terms.terms, factor=terms.factor, trail=terms.trail)
 
 
 # --- ratios -----------------------------------------------------------------------------------------------------
@@ -122,7 +160,7 @@ def ratio(call: Call, one: ClassTensor, other: ClassTensor) -> LogRatio:
         call.keep("unknown_reader", f"{call.name} of logits by logits")
     if any(op.shifts for side in sides for op in side.class_ops):  # of masked classes eager's is not a number
         call.keep("unknown_reader", f"{call.name} of log-probabilities of masked or shifted logits")
-    return _of_two(call, LogRatio, one, other)
+    return of_two(call, LogRatio, one, other)
 
 
 def _ratio_to_a_mixture(call: Call, one: ClassTensor, other: ClassTensor) -> LogRatio:
@@ -178,7 +216,7 @@ def compared(call: Call, input: ClassTensor, target: ClassTensor, divergence: bo
         call.keep("unknown_reader", f"{call.name} of scaled probabilities")
     terms = (1.0, 0.0, 0.0) if divergence else (0.0, -1.0, 0.0)
     if not isinstance(input, Mixture):
-        return _of_two(call, Comparison, input, target, terms=terms)
+        return of_two(call, Comparison, input, target, terms=terms)
     total = math.fsum(input.weights)
     rounding = 4 * torch.finfo(input.dtype).eps  # of the logarithms of the weights, which eager adds in that dtype
     if not input.log or abs(total - 1.0) > rounding:
