@@ -159,7 +159,10 @@ class Analysis:
         )
 
     def _first_alike(self, weight: Any) -> Any:
-        """The first node that makes the same weight of the same, as a program does that transposes it in a loop."""
+        """The first node that makes the same weight of the same, as a program does that transposes it in a loop.
+
+        Nothing is written to in between, as it may be a copy; nothing else uses either, so nobody asks for a gradient.
+        """
         entry = TABLE.get(called(weight)) if isinstance(weight, Node) and weight.args else None
         if entry is None or entry.apply not in _MADE_AGAIN or self.timeline.is_written(weight):
             return weight
@@ -168,7 +171,11 @@ class Analysis:
         modes = region.makes_gradients, region.inference
         key = entry, self._first_alike(of), str(rest), str(weight.kwargs), modes
         first = self._weights.setdefault(key, weight)
-        return first if len(weight.users) == 1 else weight
+        alone = len(first.users) == len(weight.users) == 1
+        if alone and not self.timeline.any_write_between(first, weight):
+            return first
+        self._weights[key] = weight
+        return weight
 
     def _owner_of(self, value: _Value) -> Candidate:
         if isinstance(value, _Dense):

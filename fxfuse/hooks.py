@@ -20,7 +20,7 @@ def is_signal(hook: Any) -> bool:
     As those of FSDP do that gather weights, and Lightning Fabric's that asks whether the loss went through it.
     """
     if isinstance(hook, functools.partial):
-        return (hook.func.__module__, hook.func.__name__) in _SIGNALS
+        return _name_of(hook.func, "__name__") in _SIGNALS
     owner = type(getattr(hook, "__self__", None))
     return owner.__module__.startswith("torch.distributed.fsdp.") and hook.__name__ == "_pre_backward"
 
@@ -35,8 +35,13 @@ def is_factor(hook: Any) -> bool:
     the program calls ``backward`` itself. Beside a loss that the graph computed, the gradient of the logits does not
     come by it under Inductor either.
     """
-    name = getattr(hook, "__module__", None), getattr(hook, "__qualname__", None)
-    return name == (_DEEPSPEED, "OutputBackwardHookManager._make_backward_hook.<locals>.backward_hook")
+    made_in = "OutputBackwardHookManager._make_backward_hook.<locals>.backward_hook"
+    return _name_of(hook, "__qualname__") == (_DEEPSPEED, made_in)
+
+
+def _name_of(hook: Any, name: str) -> tuple[str | None, str | None]:
+    """The module of a hook and its name, as far as it has any: it may be any callable object."""
+    return getattr(hook, "__module__", None), getattr(hook, name, None)
 
 
 def node_is_only_asked_for() -> bool:

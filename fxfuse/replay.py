@@ -129,6 +129,11 @@ class Join(RowOp):
         parts, dim = self.args
         return emit(self.function, [part.hidden_states(emit) for part in parts], dim)
 
+    def on_column(self, emit: Emit, column: Handle) -> Handle:
+        """Of the columns of all parts, of which ``column`` is that of the first: a join is the first operation."""
+        parts, dim = self.args
+        return emit(self.function, [part.rows(emit) for part in parts], dim)
+
     def hidden_after(self, hidden: int) -> int:
         parts, _ = self.args
         return parts[0].hidden

@@ -1246,6 +1246,19 @@ def test_a_refused_loss_leaves_nothing_behind() -> None:
     z.retain_grad()
 
 
+def test_a_hook_may_be_any_callable_object(device: str) -> None:
+    class Scales:
+        def __call__(self, by: float, g: Tensor) -> Tensor:
+            return g * by
+
+    def program(z: Tensor, s: World) -> Any:
+        z.register_hook(functools.partial(Scales(), 2.0))
+        ce(z, s.y).backward()
+        return s.x.grad
+
+    assert_as_eager(program, device)
+
+
 def test_hooks_on_the_node(device: str) -> None:
     def program(z: Tensor, s: World) -> Any:
         seen: list[int] = []

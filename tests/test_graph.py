@@ -52,6 +52,65 @@ def calls(gm: GraphModule) -> list[str]:
     return [node.target.__name__ for node in gm.graph.nodes if "fxfuse" in str(getattr(node.target, "_schema", ""))]
 
 
+# --- weights that are made again ------------------------------------------------------------------------------
+
+
+def _written_between(x: torch.Tensor, w: torch.Tensor) -> Any:
+    first = F.linear(x, w.double()).logsumexp(-1)
+    with torch.no_grad():
+        w.mul_(2)
+    return first, ce(F.linear(x, w.double()), torch.zeros(x.shape[:-1], dtype=torch.int64))
+
+
+def _written_in_a_loop(x: torch.Tensor, w: torch.Tensor) -> Any:
+    total = x.new_zeros(())
+    for _ in range(3):
+        z = F.linear(x, w.to(torch.float64))
+        total = total + z.logsumexp(-1).sum()
+        with torch.no_grad():
+            w.add_(z.argmax(-1).sum() * 1e-3)
+    return total, w * 1
+
+
+def _first_used_otherwise(x: torch.Tensor, w: torch.Tensor) -> Any:
+    made = w.double()
+    first = F.linear(x, made).logsumexp(-1).sum()
+    return made, first + F.linear(x, w.double()).logsumexp(-1).sum() * 2
+
+
+@pytest.mark.parametrize("program", [_written_between, _written_in_a_loop, _first_used_otherwise])
+def test_a_weight_that_is_converted_again(program: Any) -> None:
+    """A copy is of the weight as it was then; and what else is made of the first has no gradient of the second."""
+
+    def of(call: Any) -> Any:
+        s = World.make()
+        leaf = s.w.detach().float().requires_grad_()
+        made = call(s.x, leaf * 1)
+        wanted = [s.x, leaf] + [made[0]] * (program is _first_used_otherwise)
+        return *made, *torch.autograd.grad(made[1].sum(), wanted, allow_unused=True)
+
+    torch._dynamo.reset()
+    with new_sites() as sites:
+        torch.testing.assert_close(of(compiled(program)), of(program))
+    assert {site.status for site in sites} == {"fused"}
+
+
+def test_a_weight_that_an_argument_may_share_memory_with() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor, other: torch.Tensor) -> Any:
+        first = F.linear(x, w.double()).logsumexp(-1)
+        other.mul_(2)
+        return first, F.linear(x, w.double()).logsumexp(-1)
+
+    torch._dynamo.reset()
+    s, ours = World.make(), compiled(program)
+    for shares in (False, True):
+        results = []
+        for call in (program, ours):
+            w = s.w.detach().float()
+            results.append(call(s.x, w, w.view(w.shape) if shares else w.clone()))
+        torch.testing.assert_close(*results)
+
+
 # --- one pass -------------------------------------------------------------------------------------------------
 
 
@@ -954,6 +1013,10 @@ def _divergence_of_masked(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, row
 MASKED = {
     "hidden states": lambda x, w, y, rows: ce(F.linear(x[rows], w), y[rows]),
     "logits": lambda x, w, y, rows: ce(F.linear(x, w)[rows], y[rows]),
+    "joined": lambda x, w, y, rows: ce(
+        torch.cat([F.linear(x, w), F.linear(x.cos(), w)]).reshape(-1, VOCAB)[rows.flatten().repeat(2)],
+        y[rows].repeat(2),
+    ),
     "two heads": _divergence_of_masked,
 }
 
