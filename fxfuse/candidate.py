@@ -30,8 +30,11 @@ class Candidate:
         derived: described nodes, in graph order, projections among them.
         projections: every projection, with its head.
         flow: every node that takes what has an entry for each class, for the report.
+        escaped: the nodes that the graph returns.
+        kept: why it is left as it was, if it is.
         read: by a loss or the like.
         shown: returned from the graph, or read by something that also reads other things than logits.
+        trail: the functions that the logits went through, the longest way, for the report.
         class_sizes: V, and those of selections of classes.
         sizes: nodes that return how many rows there are, with what they ask.
         rows: of all projections, as far as is known.

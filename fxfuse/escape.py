@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -152,9 +153,7 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
             return "and an operation changes an operand"
     if _strides(escaped.node) is None and not _is_contiguous(escaped.node):
         return "with symbolic strides"
-    rows = 1
-    for size in value.shape[:-1]:
-        rows *= compat.hint(size)
+    rows = math.prod(map(compat.hint, value.shape[:-1]))
     made = any(op.copies_weight for op in value.class_ops)
     if (made or not _is_given(head.weight)) and compat.hint(value.hidden) > rows:
         return "fewer than the weight, which is computed in the graph"

@@ -233,5 +233,4 @@ def _consistent(input: Tensor, weight: Tensor, bias: Tensor | None, others: list
         and weight.dim() == 2
         and input.shape[-1] == weight.shape[1] > 0 < weight.shape[0]
         and (bias is None or bias.shape == weight.shape[:1])
-        and all(t.dtype.is_floating_point for t in (input, weight))
     )

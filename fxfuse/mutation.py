@@ -165,6 +165,7 @@ class Region(NamedTuple):
     """A stretch of nodes that run in the same modes.
 
     Attributes:
+        number: which of the graph's stretches it is, counted from 0.
         levels: how many ``torch.func`` transforms are around them.
         autocast: the ``torch.autocast`` contexts that were entered since the graph began, or that which calls it, from
             the outermost on: the arguments of each, of which the first is a kind of device.

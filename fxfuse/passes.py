@@ -27,9 +27,6 @@ WHOLE = "all entries, normalised in place"
 WITHOUT_LOGITS = "without a product"
 BESIDE = "not of logits"
 
-# The statistics that come only if asked for, as readers and ``ops.linear_stats`` name them; and ``want_class_sum``.
-OPTIONAL = ("want_log_prob_sum", "want_expectation", "want_entropy", "want_top")
-
 
 def leading(readers: Sequence[Reader]) -> ClassTensor:
     """The source by which one pass for ``readers`` is computed: one with gradients, if any has."""
@@ -180,8 +177,7 @@ def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int)
         source.scale,
         log,
         dtype,
-        **_options(source),
-        **({"memory": memory} if memory else {}),
+        **_options(source, memory),
     )
     # In the shape of the hidden states but for the last axis, which may be symbolic everywhere else.
     last = source.class_dim == len(source.shape) - 1
@@ -198,7 +194,7 @@ def _chosen(
     """What readers of the largest or smallest logits of each row return."""
     source, chosen = readers[0].source, readers[0].chosen
     assert chosen is not None
-    options = _options(source) | ({"memory": memory} if memory else {})
+    options = _options(source, memory)
     out = emit(ops.linear_topk, *operands, source.scale, *chosen, **options)
     values, index, lse, residual = (emit(operator.getitem, out, i) for i in range(4))
     least = (emit(torch.unsqueeze, one, 1) for one in (lse, residual))
@@ -331,8 +327,9 @@ def _class_weight(emit: Emit, reader: Reader) -> Handle | None:
     return emit(torch.Tensor.to, reader.class_weight, acc_dtype(reader.source.head.dtype))
 
 
-def _options(source: ClassTensor) -> dict[str, Any]:
-    return {"transform": encode(source.transform)} if source.transform else {}
+def _options(source: ClassTensor, memory: int = 0) -> dict[str, Any]:
+    options = {"transform": encode(source.transform), "memory": memory}
+    return {name: value for name, value in options.items() if value}
 
 
 def _loss(
@@ -388,8 +385,8 @@ def statistics(
     summing = [reader for reader in readers if reader.sums_classes]
     weight = _class_weight(emit, summing[0]) if summing else None
     skip = all(reader.skip_unindexed for reader in readers)
-    scale, options = source.scale, _options(source) | ({"memory": memory} if memory else {})
-    options |= {name: True for name in OPTIONAL if any(getattr(reader, name) for reader in readers)}
+    scale, options = source.scale, _options(source, memory)
+    options |= {name: True for name in ops.OPTIONAL if any(getattr(reader, name) for reader in readers)}
     class_sums = any(reader.want_class_sum for reader in readers)
     out = emit(ops.linear_stats, *operands, index, weight, scale, class_sums, skip, **options)
     found = Statistics(*(emit(operator.getitem, out, i) for i in range(10)))

@@ -4,8 +4,8 @@
 from the saved log-sum-exp.  ``linear_loss`` is for a scalar that is linear in the statistics with coefficients
 known beforehand: its gradients are made in the forward pass, where the exponentials are at hand, and only scaled
 in the backward.  ``linear_loss_exponentials`` is the same but keeps the exponentials and makes the gradients in the
-backward: for few rows on some GPUs, where ``cuda.keeps_exponentials`` says so, and nowhere else.  ``memory``
-bounds the buffers of its backward, in bytes; 0 leaves them to the implementation. ``check_index``
+backward: for few rows on some GPUs, where ``cuda.keeps_exponentials`` says so, and nowhere else.  ``memory``, where
+an op has it, bounds its buffers in bytes; 0 leaves them to the implementation.  ``check_index``
 validates class indices the way ``nll_loss`` and ``gather`` do.  ``softmax``, ``divergence`` and ``topk`` have ops of
 their own.
 """
@@ -64,6 +64,9 @@ linear_stats_backward = torch.ops.fxfuse.linear_stats_backward.default
 linear_loss = torch.ops.fxfuse.linear_loss.default
 linear_loss_exponentials = torch.ops.fxfuse.linear_loss_exponentials.default
 linear_loss_exponentials_backward = torch.ops.fxfuse.linear_loss_exponentials_backward.default
+
+# The statistics of ``linear_stats`` that come only if asked for, beside ``want_class_sum``.
+OPTIONAL = ("want_log_prob_sum", "want_expectation", "want_entropy", "want_top")
 
 
 # --- class indices --------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ def _stats_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
     _refuse_differentiable(ctx, {4: "class_weight"}, "linear_stats")
     ctx.set_materialize_grads(False)
     ctx.scale, ctx.want_class_sum, ctx.options = scale, want_class_sum, dict(keyword_only_inputs)
-    for want in ("want_log_prob_sum", "want_expectation", "want_entropy", "want_top"):
+    for want in OPTIONAL:
         setattr(ctx, want, ctx.options.pop(want))
     lse, _, _, _, _, residual, expectation, entropy, _, argmax = output
     ctx.save_for_backward(input, weight, bias, index, class_weight, lse, residual, expectation, entropy, argmax)
@@ -228,10 +231,13 @@ def _stats_backward(
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), *nothing
 
 
+# The arguments of both losses that have no gradient.
+_CONSTANTS = {4: "class_weight", 6: "c_log_prob", 7: "c_log_prob_sum"}
+
+
 def _loss_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     input, weight, bias = inputs[:3]
-    constants = {4: "class_weight", 6: "c_log_prob", 7: "c_log_prob_sum"}
-    _refuse_differentiable(ctx, constants, "linear_loss")
+    _refuse_differentiable(ctx, _CONSTANTS, "linear_loss")
     made = inputs[8:]
     if any(need and not have for need, have in zip(ctx.needs_input_grad[:3], made, strict=True)):
         raise errors.gradient_not_made("linear_loss")
@@ -264,8 +270,7 @@ def _loss_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
 def _exponentials_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]
 ) -> None:
-    constants = {4: "class_weight", 6: "c_log_prob", 7: "c_log_prob_sum"}
-    _refuse_differentiable(ctx, constants, "linear_loss_exponentials")
+    _refuse_differentiable(ctx, _CONSTANTS, "linear_loss_exponentials")
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.scale = inputs[5]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter
 
-from ..mutation import tensors
+from ..mutation import called, tensors
 from ..replay import map_leaves
-from ..rules import IN_PLACE, TABLE, Rule
+from ..rules import IN_PLACE, TABLE
 from .records import Ending, Projection, Use
 from .source import line_at, location, name_of
 from .telling import telling
@@ -103,7 +103,7 @@ def _joined(chains: Sequence[Sequence[str]]) -> str:
 
 def losses_of_inputs(graph: Graph) -> tuple[Use, ...]:
     """The losses in a graph of what it is given, which another graph may have made."""
-    losses = {node for node in graph.nodes if (row := _row(node)) is not None and row.reads == "loss"}
+    losses = {node for node in graph.nodes if (row := TABLE.get(called(node))) is not None and row.reads == "loss"}
     if not losses:
         return ()
     given: dict[Node, Node] = {}  # what it is that a node is made of
@@ -133,7 +133,8 @@ def losses_of_inputs(graph: Graph) -> tuple[Use, ...]:
 
 def _read_by(node: Node) -> Node | None:
     """What a function of the table reads: the first of the arguments that may be logits."""
-    row = _row(node) or _row(node, IN_PLACE)
+    key = called(node)
+    row = TABLE.get(key) or IN_PLACE.get(key)
     if row is None:
         return None
     try:
@@ -142,15 +143,6 @@ def _read_by(node: Node) -> Node | None:
         return None
     tracked = (part for name in row.tracked for part in tree_iter(given.get(name)))
     return next((part for part in tracked if isinstance(part, Node)), None)
-
-
-def _row(node: Node, table: Mapping[Any, Rule] = TABLE) -> Rule | None:
-    if node.op not in ("call_function", "call_method"):
-        return None
-    try:
-        return table.get(node.target)
-    except TypeError:
-        return None
 
 
 # --- calls at run time ------------------------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def sub(call: Call, input: Any, other: Any) -> ClassTensor:
     if _is_number(other):
         return _then(call, input, Step("add", -float(other)))
     read = call.reader_of(other)
-    if isinstance(input, Logits) and read is not None and read.is_normaliser_of(input, call.out):
+    if read is not None and read.is_normaliser_of(input, call.out):
         return become(LogProbs, input, call.name, dtype=converted(call, input, call.out.dtype))
     return _shifted_by_tensor(call, input, other, -1.0)
 
