@@ -142,6 +142,13 @@ class ClassTensor:
             handle, hidden = op.replay(emit, handle, hidden), op.hidden_after(hidden)
         return handle
 
+    def column(self, emit: Emit, keepdim: bool = False) -> Handle:
+        """One number of each row's hidden state: in the shape that reducing the classes leaves, symbolic or not."""
+        rows = self.hidden_states(emit)
+        if keepdim:
+            return emit(torch.narrow, rows, self.class_dim, 0, 1)
+        return emit(torch.select, rows, self.class_dim, 0)
+
     def row_shift(self, emit: Emit) -> Handle | None:
         """What is added to all logits of a row in the end, ``[*rows, 1]``."""
         total = None

@@ -152,7 +152,7 @@ def topk(
 
     def shaped(emit: Emit, found: Handle) -> Handle:
         """``found [N, k]`` with the rows of ``input``."""
-        column = emit(torch.narrow, input.hidden_states(emit), axis, 0, 1)
+        column = input.column(emit, keepdim=True)
         column = column if last else emit(torch.movedim, column, axis, -1)
         rows = emit(torch.Tensor.expand, column, (*[-1] * (len(input.shape) - 1), k))
         found = emit(torch.Tensor.reshape_as, found, rows)
@@ -173,8 +173,7 @@ def entry_of_each(call: Call, input: ClassTensor, index: Handle) -> Reader:
         return emit(ops.check_index, emit(torch.reshape, full, (-1, 1)), input.vocab, None, True)
 
     def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
-        column = emit(torch.select, input.hidden_states(emit), -1, 0)
-        return emit(torch.Tensor.reshape_as, entries(emit, stats), column)
+        return emit(torch.Tensor.reshape_as, entries(emit, stats), input.column(emit))
 
     entries = _entries(call, input)
     return Reader(input, call.name, finish, Index(make, (index, "entry")), operands=(index,), entries=entries)
@@ -191,14 +190,11 @@ def entry_of_all(call: Call, input: ClassTensor, index: Any) -> Reader:
         source = of_classes(input, call.name, ClassOp("take", (slice(at, at + 1),), 1), shape=shape)
         source, at = replace(source, trail=input.trail), 0
 
-    def column(emit: Emit) -> Handle:
-        return emit(torch.select, source.hidden_states(emit), source.class_dim, 0)
-
     def make(emit: Emit) -> Handle:
-        return emit(torch.full_like, emit(torch.reshape, column(emit), (-1, 1)), at, dtype=torch.int64)
+        return emit(torch.full_like, emit(torch.reshape, source.column(emit), (-1, 1)), at, dtype=torch.int64)
 
     def finish(emit: Emit, stats: Statistics, _: Handle | None) -> Handle:
-        return emit(torch.Tensor.reshape_as, entries(emit, stats), column(emit))
+        return emit(torch.Tensor.reshape_as, entries(emit, stats), source.column(emit))
 
     return Reader(source, call.name, finish, Index(make, (at, "of all")), entries=entries)
 

@@ -77,8 +77,7 @@ def _with_teacher(
         if not divergence:
             if reduction != "none":
                 return emit(torch.mean if reduction == "mean" else torch.sum, stats.cross_entropy)
-            column = emit(torch.select, source.hidden_states(emit), source.class_dim, 0)
-            return emit(torch.Tensor.reshape_as, stats.cross_entropy, column)
+            return emit(torch.Tensor.reshape_as, stats.cross_entropy, source.column(emit))
         of_row = of_terms(emit, stats, source)
         if reduction == "mean":
             return emit(torch.div, emit(torch.mean, of_row), input.vocab)

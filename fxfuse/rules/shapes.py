@@ -19,7 +19,7 @@ def _filled(call: Call, input: ClassTensor, function: Callable[..., Any], *numbe
         call.keep("unknown_reader", f"{call.name}, which is not laid out as it would be of the logits,")
 
     def finish(emit: Emit, _: Statistics, __: Handle | None) -> Handle:
-        column = emit(torch.narrow, input.hidden_states(emit), input.class_dim, 0, 1)
+        column = input.column(emit, keepdim=True)
         sizes = [input.vocab if axis == input.class_dim else -1 for axis in range(len(input.shape))]
         like = emit(torch.Tensor.expand, column, sizes)
         return emit(function, like, *number, dtype=call.out.dtype, memory_format=torch.contiguous_format)

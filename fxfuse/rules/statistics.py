@@ -195,10 +195,7 @@ def _one_a_row(
     """How a reader that gives one number a row finishes, in the shape that reducing the class axis leaves."""
 
     def finish(emit: Emit, stats: Statistics, index: Handle | None) -> Handle:
-        # One column of the hidden states has the shape that is wanted, also where sizes are symbolic.
-        column = emit(torch.narrow, source.hidden_states(emit), source.class_dim, 0, 1)
-        shape = column if keepdim else emit(torch.squeeze, column, source.class_dim)
-        return emit(torch.Tensor.reshape_as, number(emit, stats), shape)
+        return emit(torch.Tensor.reshape_as, number(emit, stats), source.column(emit, keepdim))
 
     return finish
 

@@ -104,8 +104,7 @@ def _loss(call: Call, input: Any, target: Any, targets: Entries, reduction: str,
         c = coefficients(emit, index)
         terms = weigh(emit, c, stats)
         if reduction == "none":
-            column = emit(torch.select, input.hidden_states(emit), input.class_dim, 0)
-            return emit(torch.Tensor.reshape_as, terms, column)
+            return emit(torch.Tensor.reshape_as, terms, input.column(emit))
         return with_offset(emit, emit(torch.sum, terms), c)
 
     return Reader(
