@@ -606,7 +606,7 @@ def divergence_of_finite_logits(dtype: torch.dtype) -> None:
         )  # fmt: skip
         for a, e in zip(actual, (*out[: 3 if share else 2], *grads), strict=True):
             assert bool(a.isfinite().all())
-            assert relative_error(a, e) < (3e-6 if a.dtype == torch.float32 == dtype else 4e-3)
+            assert relative_error(a, e) < (3e-6 if dtype == torch.float32 else 6e-3)
 
 
 @case(each_dtype=True)
