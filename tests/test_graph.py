@@ -359,6 +359,7 @@ def test_other_mixtures_and_gradients_do_not_share() -> None:
         lambda terms, own, z, t, other: terms.masked_fill(other.isinf(), 0),
         lambda terms, own, z, t, other: terms.masked_fill(z.isinf() | other.isinf(), 0),
         lambda terms, own, z, t, other: terms.masked_fill((z / 2).isinf(), 0),
+        lambda terms, own, z, t, other: terms.masked_fill((z + z[..., :1]).isinf(), 0),
         lambda terms, own, z, t, other: terms.masked_fill(z.isinf(), 0) - own,
         lambda terms, own, z, t, other: terms - own.masked_fill(t.isinf() | z.isinf(), 0),
         lambda terms, own, z, t, other: terms.masked_fill(t.isinf() | z.isinf(), 0) - own.masked_fill(t.isinf(), 0),

@@ -21,6 +21,8 @@ from .two_heads import of_two, own_terms
 def isinf(call: Call, input: Any) -> ClassTensor:
     if not isinstance(input, Logits):
         call.keep("unknown_reader", f"{call.name} of something other than logits")
+    if input.row_shifts:  # of which the statistics are taken without
+        call.keep("unknown_reader", f"{call.name} of logits with a number added to each row")
     return become(Infinite, input, call.name, dtype=call.out.dtype, requires_grad=False)
 
 
