@@ -415,6 +415,10 @@ ODD_READERS = [
     "-({z}.detach().softmax({c}) * {z}.log_softmax({c})).sum({c})",
     "({z}.softmax({c}) * ({z}.log_softmax({c}) - {z}.flip(0).log_softmax({c}))).sum({c})",
     'F.kl_div((({z}.softmax({c}) + ({z} / 3).softmax({c})) / 2).log(), {z}.softmax({c}), reduction="sum")',
+    "({z}.detach().softmax({c}) * {z}.log_softmax({c})).masked_fill({z}.isinf(), 0).sum({c})",
+    "({z}.softmax({c}) * {z}.flip(0).log_softmax({c}) - {z}.softmax({c}) * {z}.log_softmax({c})).sum({c})",
+    "(lambda z, o: ((z.softmax({c}) * o.log_softmax({c})).masked_fill(z.isinf() | o.isinf(), 0)"
+    " - (z.softmax({c}) * z.log_softmax({c})).masked_fill(o.isinf() | z.isinf(), 0)).mean({c}))({z}, {z}.flip(0))",
     # losses
     "F.cross_entropy({input}, F.one_hot({target}.clamp(min=0), {n}).movedim(-1, {d}).to({z}.dtype))",
     "F.cross_entropy({input}, {input}.detach().flip({d}).softmax({d}), label_smoothing=0.1)",
