@@ -239,6 +239,11 @@ def has_node(example: Tensor) -> bool | None:
         return None
 
 
+def dispatch_is_past_python() -> bool:
+    """Whether no ``__torch_dispatch__`` is asked here: as where ``torch.tensor`` makes numbers of what is in a list."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python))
+
+
 def transform_active() -> bool:
     """Whether a ``torch.func`` transform is under way around the caller."""
     return maybe_current_level() is not None

@@ -90,8 +90,11 @@ class DeferredLogits(LazyTensor):
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
         elif _writes_to_list(func, *args, **kwargs):
-            _write_one_by_one(func, *args, **kwargs)
-            return None
+            return _write_one_by_one(func, *args, **kwargs)
+        elif func in _NUMBERS and compat.dispatch_is_past_python():
+            args = tuple(map(_looked_at, args))
+        elif func is _NEW_TENSOR:
+            args, kwargs = tree_map_only(DeferredLogits, _looked_at, (args, kwargs))
         elif func in _REFUSED:
             raise errors.deferred_cannot(_REFUSED[func], head_of(args))
         elif func is _ITER and args[0].dim():
@@ -142,6 +145,8 @@ def _method(name: str) -> Any:
 
 
 _DEEPCOPY, _ITER, _REGISTER_HOOK = _method("__deepcopy__"), _method("__iter__"), _method("register_hook")
+_NUMBERS = {_method(f"__{name}__") for name in ("float", "int", "bool", "complex", "index")}
+_NEW_TENSOR = _method("new_tensor")
 _GETITEM, _SETITEM = _method("__getitem__"), _method("__setitem__")
 _GRAD, _BACKWARD = original_or_itself(torch.autograd.grad), original_or_itself(torch.autograd.backward)
 
@@ -201,16 +206,29 @@ def _writes_to_list(func: Any, /, self: Any = (), *_: Any, **__: Any) -> bool:
     return any(isinstance(tensor, DeferredLogits) for tensor in self)
 
 
-def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> None:
-    """What ``func`` does to a list: of views of a subclass PyTorch loses the gradient, of other tensors the version."""
+def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``func`` does to a list, in its order, as a tensor may be in it twice, or be read after it was written to.
+
+    Of views of a subclass PyTorch loses the gradient, of other tensors the version.
+    """
     if func is torch._foreach_zero_:
         for tensor in self:
             tensor.zero_()
-        return
-    before = [tensor.clone() for tensor in self]  # what gradients may need
-    results = getattr(torch, func.__name__[:-1])(before, *args, **kwargs)
-    for tensor, result in zip(self, results, strict=True):
+        return self
+    out_of_place = getattr(torch, func.__name__[:-1])
+
+    def is_several(given: Any) -> bool:
+        """Whether it has something for each: other tensors, numbers, or a vector of these."""
+        return isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() == 1)
+
+    if any(is_several(given) and len(given) != len(self) for given in (*args, *kwargs.values())):
+        out_of_place(self, *args, **kwargs)  # which raises
+    for i, tensor in enumerate(self):
+        mine = [given[i : i + 1] if is_several(given) else given for given in args]
+        named = {name: given[i : i + 1] if is_several(given) else given for name, given in kwargs.items()}
+        (result,) = out_of_place([tensor.clone()], *mine, **named)  # a copy, which gradients may need
         tensor.copy_(result)
+    return self
 
 
 def _is_leaf(tensor: Tensor) -> bool:

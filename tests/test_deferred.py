@@ -1246,6 +1246,53 @@ def test_a_refused_loss_leaves_nothing_behind() -> None:
     z.retain_grad()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda z: torch._foreach_add_([z[0], z[0]], 1.0),
+        lambda z: torch._foreach_mul_([z, z[0]], 2.0),
+        lambda z: torch._foreach_add_([z[0], z[1]], [z[1], z[0]]),
+        lambda z: torch._foreach_addcmul_([z[0], z[1]], [z[1], z[1]], [z[0], z[0]], torch.tensor([1.0, 2.0])),
+        lambda z: torch._foreach_mul_([z[0], z[1]], [2.0, 3.0]),
+        lambda z: torch._foreach_zero_([z[0]]),
+    ],
+)
+def test_a_list_that_is_written_to_has_its_order(write: Any) -> None:
+    """A tensor may be in it twice, or read for the next; what is returned is the list."""
+    results = []
+    for kind in (World, DeferredWorld):
+        with torch.no_grad():
+            z = kind.make().z
+            made = write(z)
+            results.append((z.clone(), type(made), [t.clone() for t in made]))
+    torch.testing.assert_close(results[1][0], results[0][0])
+    assert results[0][1] is results[1][1] is list
+    torch.testing.assert_close(results[1][2], results[0][2])
+
+
+@pytest.mark.parametrize("others", [[1.0], [torch.ones(())], [1.0, 2.0, 3.0]])
+def test_a_list_of_another_length_is_refused(others: Any) -> None:
+    for kind in (World, DeferredWorld):
+        z = kind.make().z.detach()
+        with pytest.raises(RuntimeError, match="same number of"):
+            torch._foreach_add_([z[0], z[1]], others)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_numbers_of_a_list(grad: bool, device: str) -> None:
+    """As scripts make them that score a few candidates: ``torch.tensor([row[a], row[b]])``."""
+
+    def program(z: Tensor, s: World) -> Any:
+        makers = (torch.tensor, torch.as_tensor, torch.asarray, z.new_tensor, lambda row: z.new_tensor(data=row))
+        with torch.set_grad_enabled(grad):
+            row, log_probs = z[0, -1], z.log_softmax(-1)
+            made = [make([row[c] for c in (1, 2, 3)]) for make in makers]
+            made += [torch.tensor([log_probs[0, i, int(s.y[0, i])] for i in range(4)]), torch.tensor([z[0, 0, :1]])]
+            return [*made, torch.tensor([[row[0] > 0, row[1] > 0]]), z.new_tensor([1.0])]
+
+    assert_as_eager(program, device)
+
+
 def test_a_hook_may_be_any_callable_object(device: str) -> None:
     class Scales:
         def __call__(self, by: float, g: Tensor) -> Tensor:
