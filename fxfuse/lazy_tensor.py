@@ -59,6 +59,7 @@ class LazyTensor(Tensor):
     @torch._dynamo.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        func = _AS_VIEW.get(func, func)
         if func is _aten.detach_.default and (torch.is_inference_mode_enabled() or args[0].is_inference()):
             return args[0]  # which it does nothing to
         if compat.consists_of_others(func):
@@ -113,6 +114,12 @@ class LazyTensor(Tensor):
 
 
 _aten = torch.ops.aten
+# To autograd what these return is no view; it lies in the same memory all the same.
+_AS_VIEW = {
+    _aten.unsafe_split.Tensor: _aten.split.Tensor,
+    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
+    _aten._unsafe_view.default: _aten.view.default,
+}
 _ALWAYS_DEFERRED = {_aten.detach.default, _aten.alias.default}
 _OF_SHAPES = {
     getattr(_aten, name).default

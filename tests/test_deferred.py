@@ -887,6 +887,34 @@ def test_memory_of_a_part_whose_base_was_written_to(of: Any, part: Any) -> None:
     assert_as_eager(program)
 
 
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("around, mode", [*itertools.product(MODES[:2], MODES), (MODES[2], MODES[2])])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda z: torch.unsafe_chunk(z, 2),
+        lambda z: torch.unsafe_split(z, 2),
+        lambda z: torch.unsafe_split_with_sizes(z, [2, 1]),
+        lambda z: [torch.ops.aten._unsafe_view(z, (-1, z.shape[-1]))],
+    ],
+)
+def test_parts_that_autograd_takes_for_new_tensors(parts: Any, around: Any, mode: Any) -> None:
+    """They share their memory all the same."""
+    torch._dynamo.reset()
+    (ids, _), results = batch(), []
+    for model in (Model(), compiled(Model())):
+        with around():
+            z = model(ids)
+        with mode():
+            of_z = parts(z)
+            # Eager refuses to write to a part of what was made outside of inference mode.
+            (of_z[-1] if around is mode or mode is not torch.inference_mode else z).mul_(2.0)
+        results.append([t.detach().logsumexp(-1) for t in (z, *of_z)])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.skipif(not hasattr(Tensor, "const_data_ptr"), reason="PyTorch 2.11 has none")
 def test_the_address_for_reads() -> None:
     z = DeferredWorld.make().z.detach()
