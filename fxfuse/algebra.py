@@ -135,6 +135,19 @@ class ClassTensor:
         """Whether a bias is added to the product."""
         return self.adds_to_classes or (self.head.bias is not None and not self.is_extended)
 
+    @property
+    def classes_last(self) -> bool:
+        """Whether the class axis is the last."""
+        return self.class_dim == len(self.shape) - 1
+
+    def to_last(self, emit: Emit, handle: Handle) -> Handle:
+        """A tensor with an axis where this has its classes, that axis moved to the end."""
+        return handle if self.classes_last else emit(torch.movedim, handle, self.class_dim, -1)
+
+    def from_last(self, emit: Emit, handle: Handle) -> Handle:
+        """The opposite of ``to_last``."""
+        return handle if self.classes_last else emit(torch.movedim, handle, -1, self.class_dim)
+
     def hidden_states(self, emit: Emit, count: int | None = None) -> Handle:
         """The hidden states with the row operations replayed, or the first ``count`` of these, D in V's place."""
         handle, hidden = self.head.input, self.head.hidden

@@ -22,7 +22,7 @@ from .algebra import ClassTensor, Head, Logits, LogProbs, Probs
 from .candidate import Candidate, unfit
 from .entries import Contents
 from .escape import Escaped, chain_between
-from .mutation import Region, Timeline, called, example_of, storages, tensors, writes
+from .mutation import Region, Timeline, called, example_of, is_one_of_several, storages, tensors, writes
 from .readers import Beside, Reader, Whole
 from .reasons import Reason, because
 from .replay import RowOp
@@ -220,7 +220,7 @@ class Analysis:
             Keep: they refuse it.
         """
         key = called(node)
-        if isinstance(values[0], tuple) and key is operator.getitem and _is_part(node):
+        if isinstance(values[0], tuple) and is_one_of_several(node):
             self._note(node, values[0][node.args[1]], values)  # type: ignore[index]
             return
         written = writes(node)
@@ -477,12 +477,6 @@ def _may_hold_a_loss(node: Node) -> bool:
     """Whether something without a rule that reduces the class axis may be a loss or contain one."""
     name = function_name(node)
     return compat.is_higher_order(node.target) or "loss" in name or "cross_entropy" in name
-
-
-def _is_part(node: Node) -> bool:
-    """Whether a node is one of the several tensors that its first argument is."""
-    several, index = node.args
-    return isinstance(index, int) and not isinstance(example_of(several), Tensor)
 
 
 def _fills_memory(node: Node) -> bool:

@@ -302,7 +302,7 @@ def _rows_apart(logits: DeferredLogits, index: Any) -> tuple[Any, Any] | None:
     A tensor without a class axis cannot be described, but the rows can, and these alone are computed.
     """
     described = _description(logits) if _is_described(logits) else None
-    if not isinstance(described, ClassTensor) or described.class_dim != logits.dim() - 1:
+    if not isinstance(described, ClassTensor) or not described.classes_last:
         return None
     return rows_and_class(logits.dim(), described.vocab, index)
 

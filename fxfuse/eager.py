@@ -61,16 +61,13 @@ def dense(value: ClassTensor) -> Tensor:
         z = _logits(value)
         if not isinstance(value, Logits):
             z = _FROM_LOGITS[type(value)](z, value.factor)
-    z = z.to(value.dtype)
-    return z if value.class_dim == len(value.shape) - 1 else z.movedim(-1, value.class_dim)
+    return value.from_last(EMIT, z.to(value.dtype))
 
 
 def _logits(value: ClassTensor) -> Tensor:
     """The logits that ``value`` is made of, the class axis last; in the accumulation dtype where they are not all."""
     head, acc = value.head, acc_dtype(value.head.dtype)
-    rows = value.hidden_states(EMIT)
-    if value.class_dim != len(value.shape) - 1:
-        rows = rows.movedim(value.class_dim, -1)
+    rows = value.to_last(EMIT, value.hidden_states(EMIT))
     with torch.autocast(rows.device.type, enabled=False):
         weight, bias = value.classes(EMIT)
         rows, weight = rows.to(head.dtype), weight.to(head.dtype)
@@ -83,8 +80,7 @@ def _logits(value: ClassTensor) -> Tensor:
             z = transform.apply(value.transform, z.to(acc) * value.scale)
         shift = value.row_shift(EMIT)
         if shift is not None:
-            last = value.class_dim == len(value.shape) - 1
-            z = z.to(acc) + (shift if last else shift.movedim(value.class_dim, -1)).to(acc)
+            z = z.to(acc) + value.to_last(EMIT, shift).to(acc)
     return z
 
 

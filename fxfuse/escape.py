@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from .algebra import ClassTensor, Logits, quickly_replace
 from .defer import defer
 from .deferred import DeferredLogits
 from .eager import dense
-from .mutation import Timeline, called, example_of, is_pure, storages
+from .mutation import Timeline, called, example_of, is_one_of_several, is_pure, storages
 from .replay import Emit
 from .report.chain import Way
 from .report.records import Site
@@ -118,14 +117,14 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     output = escaped.node.graph.output_node()
     if not isinstance(value, Logits):
         return "normalised"
-    if value.class_dim != len(value.shape) - 1:
+    if not value.classes_last:
         return "with the vocabulary not last"
     if value.row_shifts:
         return "shifted by a number for each row"
     if value.extends_filled:
         return "masked and then with a temperature for each row"
     nodes = [escaped.node, *(node for node, _ in escaped.views)]
-    if any(node.meta["example_value"].requires_grad != value.requires_grad for node in nodes):
+    if any(example_of(node).requires_grad != value.requires_grad for node in nodes):
         return "as a view that was made under no_grad"
     others = {node for node in output.all_input_nodes if node not in escaped.nodes()}
     if any(storages(node) & storages(escaped.node) for node in others):
@@ -170,10 +169,9 @@ def _hides_gradients(returned: Node) -> bool:
     made = example
     while isinstance(example, Tensor) and example.requires_grad and node.op in ("call_function", "call_method"):
         made_of = node.args[0] if node.args else None
-        if function_name(node) == "register_hook" or (
-            node.target is operator.getitem and not isinstance(example_of(made_of), Tensor)  # one of several results
-        ):
-            has_hook |= node.target is not operator.getitem
+        is_hook = function_name(node) == "register_hook"
+        if is_hook or is_one_of_several(node):
+            has_hook |= is_hook
             node = made_of  # type: ignore[assignment]
             continue
         sources = [argument for argument in node.all_input_nodes if storages(argument) & memory]
@@ -227,7 +225,7 @@ def _extent(tensor: Tensor) -> tuple[Any, Any]:
 
 def _is_contiguous(node: Node) -> bool:
     """Whether eager returns it contiguous, for certain."""
-    example, expected = node.meta["example_value"], 1
+    example, expected = example_of(node), 1
     for size, stride in zip(reversed(example.shape), reversed(example.stride()), strict=True):
         if not compat.same(stride, expected) and not compat.same(size, 1):
             return False
@@ -237,7 +235,7 @@ def _is_contiguous(node: Node) -> bool:
 
 def _strides(node: Node) -> tuple[int, ...] | None:
     """The strides of what eager returns, where they are numbers."""
-    strides = tuple(node.meta["example_value"].stride())
+    strides = tuple(example_of(node).stride())
     return strides if all(isinstance(stride, int) for stride in strides) else None
 
 

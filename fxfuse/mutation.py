@@ -60,6 +60,11 @@ def example_of(handle: Any) -> Any:
     return handle.meta.get("example_value") if isinstance(handle, Node) else handle
 
 
+def is_one_of_several(node: Node) -> bool:
+    """Whether a node is one of the results of the call that is its first argument."""
+    return node.target is operator.getitem and isinstance(example_of(node.args[0]), (tuple, list))
+
+
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a nest of tuples and lists."""
     if isinstance(value, torch.Tensor):

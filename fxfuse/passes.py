@@ -180,12 +180,10 @@ def _whole(emit: Emit, reader: Whole, operands: tuple[Handle, ...], memory: int)
         **_options(source, memory),
     )
     # In the shape of the hidden states but for the last axis, which may be symbolic everywhere else.
-    last = source.class_dim == len(source.shape) - 1
-    rows = source.hidden_states(emit)
-    rows = rows if last else emit(torch.movedim, rows, source.class_dim, -1)
+    rows = source.to_last(emit, source.hidden_states(emit))
     sizes = [emit(torch.Tensor.size, rows, i) for i in range(len(source.shape) - 1)]
     out = emit(torch.reshape, out, (*sizes, source.vocab))
-    return out if last else emit(torch.movedim, out, -1, source.class_dim)
+    return source.from_last(emit, out)
 
 
 def _chosen(
@@ -242,9 +240,7 @@ def operands_of(emit: Emit, source: ClassTensor) -> tuple[Handle, Handle, Handle
             handle = emit(torch.Tensor.to, handle, dtype)
         return handle
 
-    rows = source.hidden_states(emit)
-    if source.class_dim != len(source.shape) - 1:
-        rows = emit(torch.movedim, rows, source.class_dim, -1)
+    rows = source.to_last(emit, source.hidden_states(emit))
     weight, bias = source.classes(emit)
     return (
         ready(emit(torch.reshape, rows, (-1, source.hidden)), head.dtype),
@@ -258,9 +254,7 @@ def _row_shift(emit: Emit, source: ClassTensor) -> Handle | None:
     shift = source.row_shift(emit)
     if shift is None:
         return None
-    if source.class_dim != len(source.shape) - 1:
-        shift = emit(torch.movedim, shift, source.class_dim, -1)
-    shift = emit(torch.Tensor.to, emit(torch.reshape, shift, (-1,)), acc_dtype(source.head.dtype))
+    shift = emit(torch.Tensor.to, emit(torch.reshape, source.to_last(emit, shift), (-1,)), acc_dtype(source.head.dtype))
     return shift if source.requires_grad else emit(torch.detach, shift)
 
 

@@ -25,7 +25,16 @@ from . import chunked, cuda, divergence_cuda, gpu, softmax_cuda
 from .contract import acc_dtype, stash_dtype, total_weight
 from .divergence import linear_divergence as linear_divergence
 from .divergence import linear_divergence_backward
-from .library import NEEDS, backward_fake, differentiable, gradients_fake, implement, lib, refuse_second_order
+from .library import (
+    NEEDS,
+    backward_fake,
+    differentiable,
+    gradients_fake,
+    if_needed,
+    implement,
+    lib,
+    refuse_second_order,
+)
 from .library import beneath_autograd as beneath_autograd
 from .scaling import scale_ as scale_
 from .scaling import scale_cuda_
@@ -228,7 +237,7 @@ def _stats_backward(
         entropy=None if g_entropy is None else entropy, g_entropy=g_entropy,
         expectation=None if g_expectation is None else expectation, **ctx.options,
     )  # fmt: skip
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *nothing
+    return *if_needed(grads, needs), *nothing
 
 
 # The arguments of both losses that have no gradient.
@@ -288,7 +297,7 @@ def _exponentials_backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ..
     needs = ctx.needs_input_grad[:3]
     g = _of_rows(g, *coefficients)
     grads = linear_loss_exponentials_backward(*operands, ctx.scale, coefficients[1], g, *kept, *needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
+    return *if_needed(grads, needs), *nothing
 
 
 differentiable(linear_stats, _stats_backward, _stats_setup)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..transform import Transform, apply, apply_with_slope, decode
-from .contract import Coefficients, Upstream, acc_dtype, gradient_or_none, stash_dtype, total_weight
+from .contract import Coefficients, Upstream, acc_dtype, gradient_dtypes, gradient_or_none, stash_dtype, total_weight
 from .products import add_product, product, weighted_sum
 
 # Large enough for full-speed products. Logits that fit are one chunk, which Inductor takes as well: in quarters, 512
@@ -211,8 +211,8 @@ class Gradients:
 
     def like(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The sums in the dtypes of the operands."""
-        bias_dtype = weight.dtype if bias is None else bias.dtype
-        return self.input.to(input.dtype), self.weight.to(weight.dtype), self.bias.to(bias_dtype)
+        to_input, to_weight, to_bias = gradient_dtypes(input, weight, bias)
+        return self.input.to(to_input), self.weight.to(to_weight), self.bias.to(to_bias)
 
 
 @dataclass(frozen=True)

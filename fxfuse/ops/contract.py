@@ -86,6 +86,11 @@ def stash_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def gradient_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The dtypes of the gradients of a head's operands."""
+    return input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+
+
 def gradient_or_none(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, needed: bool) -> Tensor:
     """A zeroed gradient of ``shape``, or the empty tensor that stands for "not asked for"."""
     return like.new_zeros(shape if needed else (0,), dtype=dtype)

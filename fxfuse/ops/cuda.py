@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import tiles
 from . import chunked, general
-from .contract import Coefficients, stash_dtype, total_weight
+from .contract import Coefficients, gradient_dtypes, stash_dtype, total_weight
 from .gpu import GpuOperands, GpuUpstream, contiguous, current, has_kernels, hopper
 
 
@@ -103,7 +103,7 @@ def linear_stats_backward(
             entropy=entropy, g_entropy=g_entropy, expectation=expectation, transform=transform, memory=memory,
         )  # fmt: skip
     head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
-    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    dtypes = gradient_dtypes(input, weight, bias)
     up = GpuUpstream(g_lse, g_picked, g_class_sum, g_entropy).contiguous()
     if head.is_described():
         with current(input.device):
@@ -220,7 +220,7 @@ def linear_loss_exponentials_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = GpuOperands.of(input, _on_vectors(weight), bias, index, class_weight, scale, "").call()
     kept = hopper().Kept(e, gathered, factor, own, order, length, row_sum)
-    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    dtypes = gradient_dtypes(input, weight, bias)
     needs = (need_input, need_weight, need_bias)
     with current(input.device):
         return hopper().kept_gradients(call, kept, c_log_prob_sum, g.contiguous(), needs, dtypes)

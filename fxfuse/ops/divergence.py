@@ -55,7 +55,7 @@ from torch import Tensor
 
 from .chunked import Gradients, Head, row_slices
 from .contract import acc_dtype
-from .library import backward_fake, differentiable, implement, lib, refuse_second_order
+from .library import backward_fake, differentiable, if_needed, implement, lib, refuse_second_order
 
 # Of the size of a chunk of logits, while it is worked on: of either head logits and a slope, and what is made of them.
 BUFFERS, MIXED_BUFFERS = 6, 11
@@ -375,7 +375,7 @@ def _backward(
         *student, ctx.scale, *teacher, ctx.teacher_scale, *out, g_kl, g_cross_entropy, *needs,
         g_student_kl=g_student_kl if ctx.options["share"] else None, **ctx.options,
     )  # fmt: skip
-    d = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+    d = if_needed(grads, needs)
     return *d[:3], None, *d[3:], None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
 from ..compat import OpOverload, forward_ad_active, without_dynamo
+from .contract import gradient_dtypes
 
 lib = torch.library.Library("fxfuse", "DEF")
 
@@ -72,8 +74,12 @@ def gradients_fake(
 
 
 def backward_fake(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
-    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    return gradients_fake(input, weight, rest[-3:], dtypes)
+    return gradients_fake(input, weight, rest[-3:], gradient_dtypes(input, weight, bias))
+
+
+def if_needed(gradients: Iterable[Tensor], needs: Iterable[bool]) -> tuple[Tensor | None, ...]:
+    """What autograd is given: None for what no gradient is needed of, where ops return an empty tensor."""
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
 
 
 def refuse_second_order(op: str) -> None:

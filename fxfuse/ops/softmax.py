@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .chunked import Gradients, Head, row_slices
-from .library import NEEDS, backward_fake, differentiable, implement, lib, refuse_second_order
+from .library import NEEDS, backward_fake, differentiable, if_needed, implement, lib, refuse_second_order
 
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias, float scale, bool log"
 # Of the size of a chunk of logits, while it is worked on.
@@ -128,7 +128,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     input, weight, bias, out = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
     grads = linear_softmax_backward(input, weight, bias, ctx.scale, ctx.log, out, g, *needs, **ctx.options)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None, None
+    return *if_needed(grads, needs), None, None, None
 
 
 differentiable(linear_softmax, _backward, _setup)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .chunked import Head, exponentiate, row_slices
 from .contract import acc_dtype
-from .library import differentiable, implement, lib, refuse_second_order
+from .library import differentiable, if_needed, implement, lib, refuse_second_order
 
 # Of logits on a GPU, which smaller chunks would not fill.
 _GPU_CHUNK_BYTES = 256 << 20
@@ -97,7 +97,7 @@ def _backward(ctx: Any, g_values: Tensor | None, _: None, g_lse: Tensor | None, 
     grads = torch.ops.fxfuse.linear_stats_backward.default(
         input, weight, bias, index, None, ctx.scale, lse, residual, g_lse, g_values, None, *needs, **ctx.options
     )
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
+    return *if_needed(grads, needs), *nothing
 
 
 differentiable(linear_topk, _backward, _setup)

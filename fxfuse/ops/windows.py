@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import tiles
+from .contract import gradient_dtypes
 
 # The buffer for the gradient of the logits: an eighth of the logits within these bounds, of whole tiles. Less costs
 # speed in short products, more costs memory that the fused ops are there to save.
@@ -90,7 +91,7 @@ class Gradients:
         dtypes: tuple[torch.dtype, ...] | None = None,
     ) -> None:
         self.weight, self.rows, self.undo, self.needs = weight, rows, undo, needs
-        self.dtypes = dtypes or (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        self.dtypes = dtypes or gradient_dtypes(input, weight, bias)
         at_rows, at_classes = cut
         self.d_input = self.d_weight = None
         if needs[0]:

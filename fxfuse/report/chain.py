@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter
 
-from ..mutation import called, tensors
+from ..mutation import called, example_of, tensors
 from ..replay import map_leaves
 from ..rules import IN_PLACE, TABLE
 from .records import Ending, Projection, Use
@@ -83,7 +83,7 @@ def uses_of(
 
 
 def _last_size(node: Node) -> int | str:
-    size = next((tensor.shape[-1] for tensor in tensors(node.meta["example_value"]) if tensor.dim()), 0)
+    size = next((tensor.shape[-1] for tensor in tensors(example_of(node)) if tensor.dim()), 0)
     return size if isinstance(size, int) else str(size)
 
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from .. import compat
-from ..mutation import Region, regions
+from ..mutation import Region, example_of, regions
 from .source import function_name
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _cut(candidate: Candidate, outside: Region | None) -> Cut:
         users = [user for user in node.users if user in inside]
         if node in inside or not users:
             continue
-        example = node.meta.get("example_value")
+        example = example_of(node)
         if isinstance(example, Tensor):
             copies[node] = own.placeholder(f"operand_{len(operands)}")
             operands.append(_operand(example, users, classes))
@@ -179,7 +179,7 @@ def _is_made_here(node: Node) -> bool:
     if function_name(node) in _CASTS:
         return isinstance(node.args[0], Node) and _is_made_here(node.args[0])
     one_hot = node.target is torch.nn.functional.one_hot
-    return one_hot or not any(isinstance(n.meta.get("example_value"), Tensor) for n in node.all_input_nodes)
+    return one_hot or not any(isinstance(example_of(n), Tensor) for n in node.all_input_nodes)
 
 
 def _operand(example: Tensor, users: Sequence[Node], classes: int) -> Operand:
@@ -187,7 +187,7 @@ def _operand(example: Tensor, users: Sequence[Node], classes: int) -> Operand:
     for user in users:
         if function_name(user) in ("getitem", "index_select", "index"):  # of classes or of rows: fits both
             indexed = user.args[0]
-            sizes = indexed.meta["example_value"].shape if isinstance(indexed, Node) else ()
+            sizes = example_of(indexed).shape if isinstance(indexed, Node) else ()
             below = min([below, *map(compat.hint, sizes)])
     return Operand(
         tuple(map(compat.hint, example.shape)),

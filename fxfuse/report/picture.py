@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import compat
-from ..mutation import storages, tensors
+from ..mutation import example_of, storages, tensors
 from .source import argument_name, function_name, location
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _after(candidate: Candidate, graph: Graph, made: Iterable[Node]) -> tuple[Bo
 
 
 def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.Tensor)
+    return isinstance(example_of(node), torch.Tensor)
 
 
 def _is_fused(node: Node) -> bool:
@@ -165,7 +165,7 @@ def _boxes(graph: Graph, roles: Mapping[Node, Role]) -> tuple[Box, ...]:
 
 
 def _box(node: Node, roles: Mapping[Node, Role]) -> Box:
-    example = node.meta.get("example_value")
+    example = example_of(node)
     tensor = example if isinstance(example, torch.Tensor) else None
     given = node.op in ("placeholder", "get_attr", "output")
     # Of a node that is cut off from its place, what it is made of may be drawn all the same.

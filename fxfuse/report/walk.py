@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..mutation import storages, tensors, writes
+from ..mutation import example_of, is_one_of_several, storages, tensors, writes
 from .source import function_name, name_of
 from .words import is_operator, is_tensor, step, word
 
@@ -235,16 +235,13 @@ def _views_of(tensor: _Tensor) -> Iterator[_Tensor]:
 
 def _call(node: Node) -> Node:
     """The call of which a node is one of the results, or the node."""
-    source = node.args[0] if node.target is operator.getitem else None
-    if isinstance(source, Node) and isinstance(source.meta.get("example_value"), (tuple, list)):
-        return source
-    return node
+    return node.args[0] if is_one_of_several(node) else node  # type: ignore[return-value]
 
 
 def _fills_memory(node: Node) -> bool:
     """Whether what a node returns has all of its memory; several results may together."""
     taken, memory = 0, {}
-    for tensor in tensors(node.meta.get("example_value")):
+    for tensor in tensors(example_of(node)):
         taken += math.prod(map(compat.hint, tensor.shape)) * tensor.element_size()
         if (key := compat.storage(tensor)) is not None:
             memory[key] = compat.hint(tensor.untyped_storage().nbytes())
@@ -253,7 +250,7 @@ def _fills_memory(node: Node) -> bool:
 
 def text_of_node(node: Any) -> str | None:
     """The number or the variable that a node stands for, if it does."""
-    example = node.meta.get("example_value")
+    example = example_of(node)
     if isinstance(example, torch.SymFloat) and compat.is_guarded(example):
         return f"{compat.value_now(example):g}"
     if isinstance(example, (int, float, torch.SymInt, torch.SymFloat)):

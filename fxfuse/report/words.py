@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..mutation import tensors
+from ..mutation import example_of, tensors
 from ..rules import IN_PLACE, TABLE
 
 _LONGEST = 28  # characters of an argument that are still shown
@@ -155,7 +155,7 @@ def _literal(value: Any, text_of: TextOf) -> str:
 
 
 def is_tensor(node: Node) -> bool:
-    return any(True for _ in tensors(node.meta.get("example_value")))
+    return any(True for _ in tensors(example_of(node)))
 
 
 def _text(value: Any, text_of: TextOf) -> str:

@@ -148,15 +148,12 @@ def topk(
     if input.factor < 0:
         call.keep("unknown_reader", f"{call.name} of something other than logits")
     entries = _entries(call, input)
-    axis, last = input.class_dim, input.class_dim == len(input.shape) - 1
 
     def shaped(emit: Emit, found: Handle) -> Handle:
         """``found [N, k]`` with the rows of ``input``."""
-        column = input.column(emit, keepdim=True)
-        column = column if last else emit(torch.movedim, column, axis, -1)
+        column = input.to_last(emit, input.column(emit, keepdim=True))
         rows = emit(torch.Tensor.expand, column, (*[-1] * (len(input.shape) - 1), k))
-        found = emit(torch.Tensor.reshape_as, found, rows)
-        return found if last else emit(torch.movedim, found, -1, axis)
+        return input.from_last(emit, emit(torch.Tensor.reshape_as, found, rows))
 
     chosen = k, bool(largest), bool(sorted)
     finish = lambda emit, stats, _: shaped(emit, entries(emit, stats))  # noqa: E731

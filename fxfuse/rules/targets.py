@@ -19,8 +19,8 @@ from . import Call
 
 def are_targets_of(call: Call, input: Any, target: Any) -> bool:
     """Whether ``target`` has an entry for each of ``input``, and the classes come last."""
-    sizes, last = call.example(target).shape, input.class_dim == len(input.shape) - 1
-    return last and len(sizes) == len(input.shape) and all(map(same, sizes, input.shape))
+    sizes = call.example(target).shape
+    return input.classes_last and len(sizes) == len(input.shape) and all(map(same, sizes, input.shape))
 
 
 def can_weigh(input: ClassTensor, targets: Entries) -> bool:

@@ -45,7 +45,7 @@ def reshape(call: Call, input: ClassTensor, shape: tuple[Any, ...]) -> ClassTens
     out = call.out.shape
     if any(isinstance(size, torch.dtype) for size in sizes):
         call.keep("unknown_reader", f"{call.name} to another dtype")
-    if input.class_dim != len(input.shape) - 1:
+    if not input.classes_last:
         _refuse_classes_before_others(call)
     # With its size unchanged, row-major order takes whole rows to whole rows.
     if len(out) == 0 or not same(out[-1], input.vocab):
@@ -280,7 +280,7 @@ def getitem(call: Call, input: ClassTensor, index: Any) -> ClassTensor | Reader:
     of_one = type(classes) is int
     if advanced:
         # Where indexed axes end up depends on which they are; the class axis stays the last if it was.
-        if input.class_dim != dims - 1:
+        if not input.classes_last:
             call.keep("unknown_reader", "indexing of the logits by a tensor, with the vocabulary not last,")
         class_dim = len(shape) + of_one - 1 - behind
     if of_one:
@@ -314,7 +314,7 @@ def _taken(call: Call, input: ClassTensor, name: str, classes: Any, **changes: A
 def _entries(call: Call, input: ClassTensor, entries: list[Any]) -> Reader:
     """One entry at each position of an index for every axis: rows first, then one class of each."""
     rows, labels = entries[:-1], entries[-1]
-    if not rows or input.class_dim != len(input.shape) - 1 or not all(_is_index(call, entry) for entry in rows):
+    if not rows or not input.classes_last or not all(_is_index(call, entry) for entry in rows):
         call.keep("unknown_reader", "indexing of some classes of every row")
     shape = tuple(call.out.shape)
     ops = [RowOp(operator.getitem, ((*rows, slice(None)),))]
