@@ -195,10 +195,10 @@ def _chosen(
     options = _options(source, memory)
     out = emit(ops.linear_topk, *operands, source.scale, *chosen, **options)
     values, index, lse, residual = (emit(operator.getitem, out, i) for i in range(4))
-    least = (emit(torch.unsqueeze, one, 1) for one in (lse, residual))
     log_prob = values
-    for one in least:
-        log_prob = emit(torch.sub, log_prob, one)
+    # Of an infinite log-sum-exp all log-probabilities are NaN.
+    for one in (lse, residual, emit(torch.sub, lse, lse)):
+        log_prob = emit(torch.sub, log_prob, emit(torch.unsqueeze, one, 1))
     stats = Statistics(lse=lse, picked=values, log_prob=log_prob)
     return [finished(emit, reader, stats, index) for emit, reader in zip(own, readers, strict=True)]
 

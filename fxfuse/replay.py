@@ -361,10 +361,10 @@ def _detach(emit: Emit, weight: Handle, bias: Handle) -> tuple[Handle, Handle]:
 def _floor(emit: Emit, weight: Handle, bias: Handle, scale: float) -> tuple[Handle, Handle]:
     """Logits of -inf become so low that their probability is zero all the same, unless there are no others."""
     bias = emit(torch.Tensor.to, bias, _wide(emit, weight))
-    infinity = math.copysign(math.inf, -scale)
-    some = emit(torch.any, emit(torch.ne, bias, infinity))
-    masked = emit(torch.logical_and, emit(torch.eq, bias, infinity), some)
-    return weight, emit(torch.masked_fill, bias, masked, LOW / scale)
+    scaled = emit(torch.mul, bias, scale)  # which makes finite ones infinite, too
+    some = emit(torch.any, emit(torch.ne, scaled, -math.inf))
+    masked = emit(torch.logical_and, emit(torch.eq, scaled, -math.inf), some)
+    return weight, emit(torch.masked_fill, bias, masked, max(min(LOW / scale, -_LOWEST), _LOWEST))
 
 
 def _wide(emit: Emit, weight: Handle) -> torch.dtype:
@@ -373,6 +373,7 @@ def _wide(emit: Emit, weight: Handle) -> torch.dtype:
 
 
 LOW = -1e30
+_LOWEST = -1e38  # that float32 has
 
 CLASS_FUNCTIONS: dict[str, Callable[..., tuple[Handle, Handle | None]]] = {
     "take": _take,

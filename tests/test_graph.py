@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import re
@@ -1532,7 +1531,9 @@ def test_an_index_out_of_range_raises_as_in_eager(bad: int) -> None:
     "fill",
     [
         lambda z: z.masked_fill(torch.arange(VOCAB) >= 14, -1e9),
+        lambda z: z.masked_fill(torch.arange(VOCAB) >= 14, torch.tensor(-1e9)),
         lambda z: z.index_fill(-1, torch.tensor([3]), -1e9),
+        lambda z: z.index_fill(-1, torch.tensor([3]), torch.tensor(-1e9)),
         lambda z: z.index_fill(-1, torch.tensor([3], dtype=torch.int32), -9.0),
         lambda z: z.index_fill(-1, torch.arange(VOCAB) >= 14, -9.0),
         lambda z: z.clamp(-1e9, 1e9),
@@ -1550,14 +1551,18 @@ def test_a_fill_that_eager_refuses(fill: Any) -> None:
             f(world.make(torch.float16))
 
 
+FLOATS = [torch.float32, torch.bfloat16, torch.float64]
+
+
 @pytest.mark.parametrize("around", ["nothing", "all", "the head", "the loss"])
-@pytest.mark.parametrize("dtypes", itertools.product((torch.float32, torch.bfloat16, torch.float64), repeat=2))
-def test_class_weights_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype], around: str) -> None:
+@pytest.mark.parametrize("of_logits", FLOATS)
+@pytest.mark.parametrize("of_weight", [*FLOATS, torch.int64, torch.bool])
+def test_class_weights_of_another_dtype(of_logits: torch.dtype, of_weight: torch.dtype, around: str) -> None:
     """Are refused as in eager, but for what autocast converts."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    x, w = torch.randn(6, 8, dtype=dtypes[0]), torch.randn(33, 8, dtype=dtypes[0])
-    y, c = torch.randint(33, (6,)), torch.rand(33).to(dtypes[1])
+    x, w = torch.randn(6, 8, dtype=of_logits), torch.randn(33, 8, dtype=of_logits)
+    y, c = torch.randint(33, (6,)), (torch.rand(33) + 1).to(of_weight)
 
     def autocast(where: str) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if around == where else contextlib.nullcontext()
@@ -1618,6 +1623,54 @@ def test_least_numbers_after_a_scale(dtype: torch.dtype, inner: str) -> None:
     tolerance = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(ours[:3], eager[:3], **tolerance)
     assert bool(ours[3].isfinite().all() and (ours[3] < torch.finfo(dtype).min / 4).all())
+
+
+LEAST: dict[str, Any] = {
+    "mask": lambda z, mask, least: z.masked_fill(mask, least) / 0.7,
+    "mask, negative": lambda z, mask, least: z.masked_fill(mask, -least) * -1.5,
+    "added": lambda z, mask, least: (z + torch.zeros(VOCAB, dtype=z.dtype).masked_fill(mask, least)) * 2,
+    "after a softcap": lambda z, mask, least: (5 * torch.tanh(z / 5)).masked_fill(mask, least) * 2,
+    "after a softcap, infinite": lambda z, mask, least: (5 * torch.tanh(z / 5)).masked_fill(mask, -math.inf) * 2,
+    "all but one": lambda z, mask, least: z.masked_fill(torch.arange(VOCAB) > 0, least) / 0.7,
+    "times little": lambda z, mask, least: z.masked_fill(mask, -math.inf) * 1e-9,
+    "times very little": lambda z, mask, least: z.masked_fill(mask, -math.inf) * 1e-33,
+}
+
+
+@pytest.mark.parametrize("made", LEAST.values(), ids=LEAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_entropies_of_least_numbers_that_a_scale_makes_infinite(made: Any, dtype: torch.dtype) -> None:
+    """Where eager's are numbers, as it clamps log-probabilities; its gradients are NaN."""
+    mask = torch.arange(VOCAB) >= 14
+
+    def program(s: Any) -> torch.Tensor:
+        z = made(s.zb, mask, torch.finfo(dtype).min)
+        return torch.distributions.Categorical(logits=z, validate_args=False).entropy()
+
+    with torch.no_grad():
+        expected = program(World.make(dtype))
+        assert expected.isfinite().all()
+        tolerance = {"rtol": 0.02, "atol": 0.05} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(compiled(program)(World.make(dtype)), expected, **tolerance)
+        torch.testing.assert_close(program(DeferredWorld.make(dtype)), expected, **tolerance)
+
+
+@pytest.mark.parametrize("read", [lambda z: z.softmax(-1), lambda z: z.log_softmax(-1)])
+def test_the_largest_probabilities_of_rows_with_infinite_logits(read: Any) -> None:
+    """Are NaN, as all of these rows are."""
+
+    def program(s: Any) -> torch.Tensor:
+        return read(s.zb).topk(3).values
+
+    for infinity in (math.inf, -math.inf):
+        worlds = World.make(), DeferredWorld.make(), World.make()
+        with torch.no_grad():
+            for world in worlds:
+                world.b[slice(None) if infinity < 0 else 2] = infinity
+        expected = program(worlds[0])
+        assert expected.isnan().all()
+        for actual in (program(worlds[1]), compiled(program)(worlds[2])):
+            torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 def test_the_gradient_of_a_temperature_that_was_expanded_to_classes() -> None:

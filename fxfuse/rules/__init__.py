@@ -77,6 +77,10 @@ class Call:
         entries = self.entries_of(handle)
         return entries.off if entries is not None and entries.classes is None else None
 
+    def number_in(self, value: Any) -> float | None:
+        """A number, or that which a tensor certainly holds in every entry; None if it is not known."""
+        return value if isinstance(value, (int, float)) else self.constant_everywhere(value)
+
     def keep(self, code: str, detail: str = "") -> NoReturn:
         """Refuse: leave the head dense, for the reason ``code``."""
         raise Keep(because(code, detail or self.name, self.where))

@@ -41,8 +41,7 @@ def is_mask(value: Any) -> bool:
 
 def left_out(call: Call, input: Any, mask: Any, value: Any) -> Comparison:
     """``masked_fill`` of terms of a comparison with 0, where logits are infinite."""
-    number = value if isinstance(value, (int, float)) else call.constant_everywhere(value)
-    if not is_mask(mask) or number != 0:
+    if not is_mask(mask) or call.number_in(value) != 0:
         call.keep("unknown_reader")
     masked = mask.sides() if isinstance(mask, InfiniteOfEither) else (mask,)
     if isinstance(input, WeighedLogProbs):

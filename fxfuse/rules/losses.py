@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from .. import ops
 from ..algebra import ClassTensor, Logits, LogProbs, Mixture, Probs
 from ..compat import same
-from ..ops.contract import acc_dtype
+from ..ops.contract import AUTOCAST_DTYPES, acc_dtype
 from ..readers import Coefficients, Index, Reader, Statistics, weigh, with_offset
 from ..replay import Emit, Handle
 from . import Call, rule
@@ -108,8 +108,8 @@ def _class_index_loss(
             call.keep("shape", f"{call.name} has a class weight of shape {tuple(like.shape)}")
         if like.requires_grad:
             call.keep("unsupported_argument", f"{call.name} has a class weight that requires a gradient")
-        # They may differ under autocast alone, which converts both; but no float64.
-        converted = call.autocast and torch.float64 not in (input.dtype, like.dtype)
+        # They may differ under autocast alone, which converts both.
+        converted = call.autocast and AUTOCAST_DTYPES.issuperset((input.dtype, like.dtype))
         if like.dtype != input.dtype and not converted:
             call.keep("dtype", f"{call.name} has logits of {input.dtype} and a class weight of {like.dtype}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):

@@ -31,8 +31,9 @@ from ..algebra import (
     of_classes,
 )
 from ..compat import hint, is_known, same
+from ..ops.contract import acc_dtype
 from ..replay import LOW, ByColumn, ClassOp, Extension, RowOp, RowShift
-from ..transform import MASKED, Step, then
+from ..transform import MASKED, Step, apply, then
 from . import Call, rule
 from .casts import converted
 from .infinite import left_out
@@ -219,13 +220,32 @@ def _without_infinities(call: Call, input: ClassTensor) -> ClassTensor:
     """The same with a low number in place of logits of -inf, which come of a bias, or of a mask after a function."""
     if input.is_extended:
         call.keep("unknown_reader", f"{call.name} of clamped log-probabilities, with a temperature for each row,")
-    if any(step.name == MASKED for step in input.transform):
+    masks = [i for i, step in enumerate(input.transform) if step.name == MASKED]
+    if masks:
         # The mask's bias of -inf is its mark, and must stay.
-        infinite, low = Step(MASKED, -math.inf), Step(MASKED, LOW)
-        return replace(input, transform=tuple(low if step == infinite else step for step in input.transform))
-    if not input.has_bias:
-        return input
+        steps = list(input.transform)
+        for i in masks:
+            if _after(steps[i + 1 :], steps[i].number, input) == -math.inf:
+                steps[i] = Step(MASKED, LOW)
+                if math.isinf(_after(steps[i + 1 :], LOW, input)):
+                    call.keep("unknown_reader", f"{call.name}, after a mask and a scale of the logits,")
+        return replace(input, transform=tuple(steps))
+    return _floored(call, input) if input.has_bias else input
+
+
+def _after(steps: Sequence[Step], number: float, input: ClassTensor) -> float:
+    """What functions make of a number, in the accumulation dtype."""
+    return apply(tuple(steps), torch.tensor(number, dtype=acc_dtype(input.head.dtype), device="cpu")).item()
+
+
+def _floored(call: Call, input: ClassTensor) -> ClassTensor:
+    """The same with a low number in place of logits that are -inf after the scale."""
+    if abs(input.scale) < _LEAST_SCALE:  # of which no number that the bias can have makes a low one
+        call.keep("unknown_reader", f"{call.name} of logits times {input.scale:g}")
     return replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
+
+
+_LEAST_SCALE = 1e-30
 
 
 @rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__", tracked=("input", "other"),
@@ -390,11 +410,9 @@ def _masked(call: Call, input: Any, mask: Any, value: Any, elsewhere: bool = Fal
 
 def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) -> ClassTensor:
     """Logits of which ``op`` sets some classes to ``value``; it is given the number before the scale."""
-    if not isinstance(value, (int, float)):
-        constant = call.constant_everywhere(value)
-        if constant is None:
-            call.keep("unknown_reader", f"{call.name} with something other than a number")
-        value = constant
+    value = call.number_in(value)
+    if value is None:
+        call.keep("unknown_reader", f"{call.name} with something other than a number")
     value = torch.tensor(value, dtype=call.out.dtype, device="cpu").item()  # as it is stored
     if not isinstance(input, Logits) or (input.row_shifts and not math.isinf(value)):
         call.keep("unknown_reader", f"{call.name}, after another function of the logits,")
@@ -402,7 +420,7 @@ def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) 
     if not input.transform and _fits(input, value):
         return of_classes(input, call.name, op(value / input.scale), dtype=dtype)
     # Before the functions, or before a scale that would make too much of it, it is -inf that marks these classes.
-    step, mark, before = Step(MASKED, value), op(math.copysign(math.inf, -input.scale)), input
+    step, mark = Step(MASKED, value), op(math.copysign(math.inf, -input.scale))
     if input.transform[-1:] == (step,):
         return of_classes(input, call.name, mark, dtype=dtype)
     bounded = any(known.name in ("tanh", "sigmoid") for known in input.transform)
@@ -410,8 +428,8 @@ def _filled(call: Call, input: Any, value: Any, op: Callable[[float], ClassOp]) 
     if any(known.name == MASKED for known in input.transform) or input.is_extended or not known_bias:
         before_it = "another function" if input.transform else "a scale and a bias"
         call.keep("unknown_reader", f"{call.name}, after {before_it} of the logits,")
-    if input.has_bias:  # which may hold -inf itself; of a number so low a bounded function makes the same
-        before = replace(input, class_ops=(*input.class_ops, ClassOp("floor", (input.scale,), shifts=True)))
+    # A bias may hold -inf itself; of a number so low a bounded function makes the same.
+    before = _floored(call, input) if input.has_bias else input
     return of_classes(before, call.name, mark, dtype=dtype, transform=(*input.transform, step))
 
 
@@ -430,7 +448,7 @@ def setitem(call: Call, input: Any, index: Any, value: Any) -> ClassTensor:
         call.keep("mutated", f"{call.name} of anything but some classes of every row")
     like = call.example(value)
     if isinstance(like, torch.Tensor) and _is_mask(call, classes):
-        _refuse_overflow(call, call.constant_everywhere(value), call.out.dtype)  # as masked_fill does
+        _refuse_overflow(call, call.number_in(value), call.out.dtype)  # as masked_fill does
     elif isinstance(like, torch.Tensor) and not isinstance(classes, slice) and like.dtype != call.out.dtype:
         call.keep("dtype", f"{call.name} of {like.dtype} in {call.out.dtype}")  # eager raises
     return _assigned(replace(call, name="[…] = …"), input, classes, value)
@@ -442,7 +460,7 @@ def index_fill(call: Call, input: Any, dim: Any, index: Any, value: Any) -> Clas
         call.keep("class_dim", f"{call.name} along dim={dim}")
     if call.example(index).dtype != torch.int64:
         call.keep("dtype", f"{call.name} at an index of {call.example(index).dtype}")
-    _refuse_overflow(call, value, call.out.dtype)
+    _refuse_overflow(call, call.number_in(value), call.out.dtype)
     return _assigned(call, input, index, value)
 
 
@@ -499,7 +517,7 @@ def listed_classes(index: Any, class_dim: int, shape: Sequence[Any], example: Ca
 def masked_fill(call: Call, input: Any, mask: Any, value: Any) -> ClassTensor:
     if isinstance(mask, ClassTensor):
         return left_out(call, input, mask, value)
-    _refuse_overflow(call, value, call.out.dtype)
+    _refuse_overflow(call, call.number_in(value), call.out.dtype)
     return _masked(call, input, mask, value)
 
 
