@@ -80,20 +80,32 @@ class Function(NamedTuple):
 
     of: Callable[[Tensor, float], tuple[Tensor, Callable[[], Tensor]]]  # the value, and what makes the derivative
     steepest: Callable[[float], float]  # a bound of the absolute value of the derivative
+    bound: Callable[[float, float], float]  # a bound of the absolute value, of one of that of what it is a function of
     has_constant: bool
 
 
 FUNCTIONS = {
-    "mul": Function(lambda z, number: (z * number, lambda: z.new_full((), number)), abs, True),
-    "add": Function(lambda z, number: (z + number, lambda: z.new_ones(())), lambda number: 1.0, True),
-    "tanh": Function(_tanh, lambda _: 1.0, False),
-    "sigmoid": Function(_sigmoid, lambda _: 0.25, False),
-    "clamp_min": Function(_clamp_min, lambda _: 1.0, True),
-    "clamp_max": Function(_clamp_max, lambda _: 1.0, True),
-    "relu": Function(_relu, lambda _: 1.0, False),
-    "softsign": Function(_softsign, lambda _: 1.0, False),
-    "logsigmoid": Function(_logsigmoid, lambda _: 1.0, False),
-    MASKED: Function(_masked, lambda _: 1.0, True),  # of other numbers than -inf; see _masks
+    "mul": Function(
+        lambda z, number: (z * number, lambda: z.new_full((), number)),
+        abs,
+        lambda size, number: size * abs(number),
+        True,
+    ),
+    "add": Function(
+        lambda z, number: (z + number, lambda: z.new_ones(())),
+        lambda _: 1.0,
+        lambda size, number: size + abs(number),
+        True,
+    ),
+    "tanh": Function(_tanh, lambda _: 1.0, lambda *_: 1.0, False),
+    "sigmoid": Function(_sigmoid, lambda _: 0.25, lambda *_: 1.0, False),
+    "clamp_min": Function(_clamp_min, lambda _: 1.0, lambda size, least: max(size, abs(least)), True),
+    "clamp_max": Function(_clamp_max, lambda _: 1.0, lambda size, most: max(size, abs(most)), True),
+    "relu": Function(_relu, lambda _: 1.0, lambda size, _: size, False),
+    "softsign": Function(_softsign, lambda _: 1.0, lambda *_: 1.0, False),
+    "logsigmoid": Function(_logsigmoid, lambda _: 1.0, lambda size, _: size + math.log(2), False),
+    # Of other numbers than -inf; see _masks.
+    MASKED: Function(_masked, lambda _: 1.0, lambda size, number: max(size, abs(number)), True),
 }
 
 
@@ -134,6 +146,11 @@ def then(transform: Transform, step: Step) -> Transform:
 def steepest(transform: Transform) -> float:
     """A bound of the absolute value of the derivative."""
     return math.prod(FUNCTIONS[step.name].steepest(step.number) for step in transform)
+
+
+def bound(transform: Transform) -> float:
+    """A bound of the absolute value."""
+    return functools.reduce(lambda size, step: FUNCTIONS[step.name].bound(size, step.number), transform, math.inf)
 
 
 def apply(transform: Transform, z: Tensor) -> Tensor:

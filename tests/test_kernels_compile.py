@@ -75,14 +75,14 @@ def record(
 ) -> list[Launch]:
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
-    A ``plain`` cross entropy, one ``without_turns``, one of a scaled and ``transposed`` weight, one with a ``softcap``,
-    ``all_options``, those with ``few_hidden`` or ``fewer_hidden`` units or with an ``odd_hidden`` size. Or ``entropy``,
-    or ``entropy_and_top`` among the statistics, and its backward. Or products that are ``stored``, and the statistics
-    of softcapped logits.
+    A ``plain`` cross entropy, one ``without_turns``, one of a scaled and ``transposed`` weight, one with a ``softcap``
+    and a mask, ``all_options``, those with ``few_hidden`` or ``fewer_hidden`` units or with an ``odd_hidden`` size. Or
+    ``entropy``, or ``entropy_and_top`` among the statistics, and its backward. Or products that are ``stored``, and the
+    statistics of softcapped logits. Or statistics of ``bounded`` logits alone, of few hidden units in ``bounded_few``.
     """
-    everything = kind not in ("plain", "transposed", "softcap", "without_turns", "stored")
+    everything = kind not in ("plain", "transposed", "softcap", "without_turns", "stored", "bounded", "bounded_few")
     vocab, indexed = 50257 if everything else 50256 if kind == "transposed" else 128256, 1
-    hidden = {"odd_hidden": 4095, "few_hidden": 896, "fewer_hidden": 640}.get(kind, 4096)
+    hidden = {"odd_hidden": 4095, "few_hidden": 896, "fewer_hidden": 640, "bounded_few": 2304}.get(kind, 4096)
     launches: list[Launch] = []
     monkeypatch.setattr(tiles, "machine", lambda device: machine)
     monkeypatch.setattr(recorder, "_tapes", {})  # of other machines
@@ -108,6 +108,9 @@ def record(
     upstream = (meta(rows), meta(rows, indexed), meta(rows) if everything else None)
     needs = (True, True, everything)
     options = {"transform": "tanh mul:30.0 masked:-inf" if kind in ("softcap", "stored") else ""}
+    if kind.startswith("bounded"):
+        cuda.linear_stats(*operands, False, False, transform="tanh mul:30.0")
+        return launches
     if kind == "stored":
         call = gpu.GpuOperands.of(*operands, **options).call()
         hopper.products(call, meta(rows, vocab, dtype=dtype))
@@ -252,6 +255,9 @@ CONFIGURATIONS = [
     *((90, dtype, rows, "entropy") for dtype, rows in ((BF16, 1), (FP16, 64), (BF16, 16384))),
     *((100, BF16, 16384, kind) for kind in ("entropy", "entropy_and_top")),
     *((90, dtype, 16384, "stored") for dtype in (BF16, FP16)),
+    *((90, BF16, rows, "bounded") for rows in (1, 64, 16384)),
+    *((90, FP16, rows, "bounded_few") for rows in (256, 16384)),
+    (100, BF16, 16384, "bounded"),
 ]
 
 
@@ -270,12 +276,13 @@ def test_compiles(
     launches = record(monkeypatch, machine, dtype, rows, kind)
     names = {launch.kernel.__name__ for launch in launches}
     assert {"stats_kernel", "stats_together_kernel"} & names and "merge_kernel" in names
-    short_end = kind in ("plain", "transposed", "all_options")
+    short_end = kind in ("plain", "transposed", "all_options", "bounded")
     shares_tiles = capability == 90 and dtype != FP32 and rows > 64 and short_end
     assert ("stats_together_kernel" in names) == shares_tiles
     described_way = machine.generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
-    made = described_way and kind != "stored"  # gradients, by kernels on descriptors
-    assert ("dlogits_kernel" in names) == (kind != "stored")
+    alone = kind == "stored" or kind.startswith("bounded")
+    made = described_way and not alone  # gradients, by kernels on descriptors
+    assert ("dlogits_kernel" in names) == (not alone)
     assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == made
     takes_turns = machine.takes_turns and dtype != FP32 and rows > 64
     assert ("d_weight_together_kernel" in names) == (made and takes_turns and kind != "fewer_hidden")

@@ -93,4 +93,4 @@ def logits_tile(
             w_at += w_step
     if bias is not None:
         z += tl.load(bias + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
-    return transformed(z * scale, TRANSFORM)
+    return transformed(z, TRANSFORM, scale)

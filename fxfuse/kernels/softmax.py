@@ -178,7 +178,7 @@ def finished(product, bias, scale, col, inside, TRANSFORM: tl.constexpr):
     u = tl.load(product + col, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         u += tl.load(bias + col, mask=inside, other=0.0).to(tl.float32)
-    return transformed(u * scale, TRANSFORM)
+    return transformed(u, TRANSFORM, scale)
 
 
 # --- launches -------------------------------------------------------------------------------------------------

@@ -139,6 +139,8 @@ TALL_FROM = 1.05
 # Hidden units from which they do. The first two multiply over these: with few the end of a tile is too much of it.
 SHARED_FROM = {"stats": 1536, "exponentials": 1536, "d_input": 1536, "d_weight": 768, "input_sums": 256}
 SHARED_FROM_WITH_LESS_L2 = SHARED_FROM | {"stats": 768, "exponentials": 1280}
+# The same for statistics of bounded logits, as a softcap makes them, whose end takes twice the time.
+BOUNDED_SHARED_FROM = 3072
 # Bytes of L2: an H100 has 50 MiB, an H200 and a GH200 60.
 LESS_L2 = 56 << 20
 # The most columns of d_input's wide tiles, over hidden units: with more of them they are narrow.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..transform import decode, steepest
 
-# How much an error of ``short_tanh``, of 6e-7, may grow: to less than a tenth of what 16 bits round of a logit of 1.
+# How much an error of ``_softcap``'s tanh, of 4e-7, may grow: to at most a tenth of what 16 bits round of a logit of 1.
 _MOST_GROWTH = 64
 
 
@@ -23,8 +23,14 @@ def spelled(transform: str, dtype: torch.dtype) -> str:
     words, steps = transform.split(), decode(transform)
     for i, step in enumerate(steps):
         if step.name == "tanh" and dtype.itemsize == 2 and steepest(steps[i + 1 :]) <= _MOST_GROWTH:
-            words[i] = "short_tanh"
-    return " ".join(words)
+            is_softcap = i + 1 < len(steps) and steps[i + 1].name == "mul"
+            words[i] = f"softcap:{steps[i + 1].number if is_softcap else 1.0!r}"
+            if is_softcap:
+                words[i + 1] = ""
+    return " ".join(filter(None, words))
+
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by what knows no assembly
 
 
 # The text of a transform, taken apart as ``fxfuse.transform.decode`` does; Triton compiles no calls of that.
@@ -41,6 +47,11 @@ def _name(transform, i):
 @triton.constexpr_function
 def _number(transform, i):
     return float(transform.split()[i].partition(":")[2])
+
+
+@triton.constexpr_function
+def _begins_with_softcap(transform):
+    return transform.startswith("softcap:")
 
 
 @triton.constexpr_function
@@ -70,20 +81,33 @@ def _tanh(z):
 
 
 @triton.jit
-def _short_tanh(z):
-    """(tanh, its derivative), the first to 6e-7: 1 - 2 r where r = 1 / (1 + exp(2 z)), in a third of the instructions.
-
-    r is the square of a reciprocal root, which the hardware has, and which needs no care for its range as a division
-    does. Infinite exponentials make it 0. The derivative, 4 r (1 - r), keeps its digits where large logits saturate.
-    """
-    root = tl.rsqrt(1.0 + tl.exp2(z * 2.8853900817779268))
-    r = root * root
-    return 1.0 - 2.0 * r, 4.0 * (r - r * r)
+def _reciprocal(y):
+    """1 / y for y of 1 or more, in one instruction. A division cares for what has a reciprocal past float32's range."""
+    if _INTERPRETED:
+        return 1.0 / y
+    else:
+        asm: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(asm, "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def transformed(z, TRANSFORM: tl.constexpr):
-    """(f(z), f'(z)) for the transform f that TRANSFORM names, ``spelled`` or not. The identity has the number 1."""
+def _softcap(z, rate, cap):
+    """(cap tanh u, its derivative), 2 log2(e) u = rate z: cap - 2 cap r where r = 1 / (1 + exp(2 u)), to 4e-7 cap.
+
+    Infinite exponentials make r 0. The derivative, 4 cap r (1 - r), keeps its digits where large logits saturate.
+    """
+    r = _reciprocal(1.0 + tl.exp2(z * rate))
+    return cap - 2.0 * cap * r, 4.0 * cap * (r - r * r)
+
+
+@triton.jit
+def transformed(z, TRANSFORM: tl.constexpr, scale=1.0):
+    """(f(u), f'(u)) for the transform f that TRANSFORM names, ``spelled`` or not, and u = scale z.
+
+    The identity has the number 1 for a derivative. What comes first takes the scale into its own constant if it can.
+    """
+    if not _begins_with_softcap(TRANSFORM):
+        z = z * scale
     slope = 1.0
     masked = False
     if _masks(TRANSFORM):
@@ -102,8 +126,11 @@ def transformed(z, TRANSFORM: tl.constexpr):
         elif _name(TRANSFORM, i) == "tanh":
             z = _tanh(z)
             derivative = 1.0 - z * z
-        elif _name(TRANSFORM, i) == "short_tanh":
-            z, derivative = _short_tanh(z)
+        elif _name(TRANSFORM, i) == "softcap":
+            rate = 2.8853900817779268  # 2 log2(e)
+            if i == 0:
+                rate = rate * scale
+            z, derivative = _softcap(z, rate, _number(TRANSFORM, i))
         elif _name(TRANSFORM, i) == "sigmoid":
             z = 1.0 / (1.0 + tl.exp(-z))
             derivative = z * (1.0 - z)

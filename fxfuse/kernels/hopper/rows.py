@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..transform import transformed
-from .schedule import begin, chunk_bounds, span_bounds
+from .schedule import begin, chunk_bounds, span_bounds, transformed_products
 
 
 @triton.jit
@@ -287,10 +286,9 @@ def pick_kernel(
         b_at += w_step
     if bias is not None:
         z += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)[None, :]
-    if SCALED:
-        z *= scale
     diagonal = tl.arange(0, BM)[:, None] == tl.arange(0, BM)[None, :]
-    z, derivative = transformed(tl.sum(tl.where(diagonal, z, 0.0), 1), TRANSFORM)
+    z = tl.sum(tl.where(diagonal, z, 0.0), 1)
+    z, derivative = transformed_products(z, scale, SCALED, TRANSFORM)
     tl.store(picked + row * indexed + k, tl.where(known, z, 0.0), mask=there)
     if slope is not None:
         tl.store(slope + row * indexed + k, tl.where(known, derivative, 0.0), mask=there)

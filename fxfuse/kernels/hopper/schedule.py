@@ -102,15 +102,24 @@ def logits_of(z, bias, col, scale, vocab, SCALED: tl.constexpr, TRANSFORM: tl.co
     """
     if bias is not None:
         z += tl.load(bias + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
+    return transformed_products(z, scale, SCALED, TRANSFORM)
+
+
+@triton.jit
+def transformed_products(z, scale, SCALED: tl.constexpr, TRANSFORM: tl.constexpr):
+    """(scaled and transformed z, the derivative of the transform)."""
     if SCALED:
-        z *= scale
+        return transformed(z, TRANSFORM, scale)
     return transformed(z, TRANSFORM)
 
 
 @triton.jit
 def exponent(z, shift):
-    """log2 of exp(z - c), for shift = c * log2(e): one fused operation, which must be the same everywhere."""
-    return z * LOG2E - shift
+    """log2 of exp(z - c), for shift = c * log2(e): one fused operation, which must be the same everywhere.
+
+    Said so, as a compiler that is given two products and their difference may round either of them.
+    """
+    return tl.fma(z, LOG2E, -shift)
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """Row statistics of a span of listed rows, from logits that need not be stored: a fused product, then a merge.
 
 Each program walks a lane of the vocabulary for a block of rows and keeps, per row, the maximum m and the sum s of
-exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). The lanes of a row are merged by rescaling each s to the
-common maximum, as flash-decoding merges parts of a sequence, so one row can use the whole device. For the entropy there
-is the sum t of (z - m) exp(z - m) too, as in the general ``kernels.stats``.
+exp(z - m) so far (online softmax: Milakov & Gimelshein 2018). Of logits with a small bound, as a softcap has, m is any
+one. The lanes of a row are merged by rescaling each s to the common maximum, as flash-decoding merges parts of a
+sequence, so one row can use the whole device. For the entropy there is the sum t of (z - m) exp(z - m) too, as in the
+general ``kernels.stats``.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ def online(z, m, s, t, argmax, col, vocab, EVEN_VOCAB: tl.constexpr, MOMENT: tl.
     return m_new, s * rescale(m, m_new) + tile_sum, t, argmax
 
 
+@triton.jit
+def relative(z, m, s):
+    """The sum of a row after another tile of its logits, which are all so near to m that it need not be the largest."""
+    return s + tl.sum(tl.exp2(exponent(z, (m * LOG2E)[:, None])), 1)
+
+
 @triton.jit(do_not_specialize=["first", "most", "programs"])
 def stats_kernel(
     x,  # descriptor of [most, D]
@@ -61,6 +68,7 @@ def stats_kernel(
     stored,  # descriptor of [N, V], out, or None: the products, from which logits are then made as they are stored
     bias,  # [V] or None
     length,  # [1] int32
+    offset,  # [most] float32, or None: what stands for the maximum of bounded logits, where nothing but sums is wanted
     class_weight,  # [V] or None
     part_max,  # [row blocks, lanes, BM] float32, out: at most [programs, BM]
     part_sum,  # the same
@@ -92,7 +100,10 @@ def stats_kernel(
     if (lane >= lanes) | (rows == 0):
         return
     tile_row = row_block * BM
-    m = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    if offset is None:
+        m = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    else:
+        m = tl.load(offset + tile_row + tl.arange(0, BM))
     s = tl.zeros((BM,), dtype=tl.float32)
     t = tl.zeros((BM,), dtype=tl.float32)
     argmax = tl.zeros((BM,), dtype=tl.int32) + lane * BN
@@ -112,9 +123,12 @@ def stats_kernel(
             class_sum += class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
         if not EVEN_VOCAB:
             z = tl.where((col < vocab)[None, :], z, float("-inf"))
-        m, s, t, argmax = online(
-            z, m, s, t, argmax, col, vocab, EVEN_VOCAB, part_moment is not None, part_argmax is not None
-        )
+        if offset is None:
+            m, s, t, argmax = online(
+                z, m, s, t, argmax, col, vocab, EVEN_VOCAB, part_moment is not None, part_argmax is not None
+            )
+        else:
+            s = relative(z, m, s)
 
     part = (row_block * lanes + lane) * BM + tl.arange(0, BM)
     tl.store(part_max + part, m)

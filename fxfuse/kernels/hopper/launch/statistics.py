@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....ops.contract import Coefficients
+from ....transform import bound, decode
 from ... import tiles
 from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
@@ -15,14 +16,27 @@ from ..stats import merge_kernel, stats_kernel
 from .lists import Lists
 from .operands import Listed, Span, Stats, describe, describe_stored, kernel_for, rows_at_a_time
 
+# Of logits that are no larger, exponentials relative to any of them, and sums of up to 2^24 of these, are numbers of
+# float32 that have all digits.
+MOST_BOUND = 35.0
+
+
+def _sums_alone(out: Stats) -> bool:
+    """Whether nothing but log-sum-exps and indexed logits is wanted."""
+    return not any(t.numel() for t in (out.class_sum, out.entropy, out.top))
+
 
 class Statistics(Lists):
     def _stats_tiles(self, out: Stats, stored: Tensor | None = None) -> tuple[tiles.Tile, ...]:
         """The tiles that ``stats_of`` may have for such statistics."""
-        more = any(t.numel() for t in (out.class_sum, out.entropy, out.top))
-        plain = not self.transform and not more
-        tile = tiles.described("stats" if stored is None else "stored", self.input, short=plain)
+        bounded = self._has_offsets(out)
+        short = _sums_alone(out) and (not self.transform or (bounded and self.hidden >= tiles.BOUNDED_SHARED_FROM))
+        tile = tiles.described("stats" if stored is None else "stored", self.input, short=short)
         return tiles.MAXIMA_AND_SUMS if tile.together else (tile,)
+
+    def _has_offsets(self, out: Stats) -> bool:
+        """Whether exponents are taken relative to any logit of a row: sums of these are numbers of float32 too."""
+        return _sums_alone(out) and bound(decode(self.transform)) <= MOST_BOUND
 
     def stats_span(self, listed: Listed, most: int, out: Stats) -> Span:
         """All listed rows as one span, of so many at most."""
@@ -49,11 +63,14 @@ class Statistics(Lists):
         spans = self.stats_spans(listed, in_tiles, stored)
         self.pick(listed, out.picked)
         gathered = self.empty(max(span.most for span in spans), self.hidden, dtype=self.input.dtype)
+        offset = self.empty(len(gathered)) if self._has_offsets(in_tiles) else None
         for span in spans:
-            self.gather(span, 0, gathered, row_sum=row_sum, bias_sum=bias_sum, class_sum=out.class_sum)
-            self.stats_of(span, gathered, in_tiles, stored)
+            self.gather(span, 0, gathered, out.picked, offset, row_sum, bias_sum, out.class_sum)
+            self.stats_of(span, gathered, in_tiles, stored, offset)
 
-    def stats_of(self, span: Span, gathered: Tensor, out: Stats, stored: Tensor | None = None) -> None:
+    def stats_of(
+        self, span: Span, gathered: Tensor, out: Stats, stored: Tensor | None = None, offset: Tensor | None = None
+    ) -> None:
         """The statistics of a span, whose rows were gathered.
 
         Its products are written to ``stored [N, V]``, if that is given: in the dtype of the operands, each row on 16
@@ -74,7 +91,6 @@ class Statistics(Lists):
         sizes = self.scale, span.first, most, self.vocab, self.hidden, programs
         if tile.together:
             w = self.described_weight(self.weight, tile, tile.vocab // 2, tile.hidden)
-            del options["TRANSFORM"]
             self.launch(
                 self.signature,
                 kernel_for(stats_kernel, tile),
@@ -83,6 +99,7 @@ class Statistics(Lists):
                 w,
                 self.bias,
                 span.length,
+                offset,
                 part_max,
                 part_sum,
                 *sizes,
@@ -101,6 +118,7 @@ class Statistics(Lists):
                 None if stored is None else describe_stored(stored, tile),
                 self.bias,
                 span.length,
+                offset,
                 self.class_weight,
                 part_max,
                 part_sum,

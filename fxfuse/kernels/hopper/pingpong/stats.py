@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..schedule import begin, logits_of, span_bounds
-from ..stats import class_sum_of, lanes_of, online
+from ..stats import class_sum_of, lanes_of, online, relative
 from .exponentials import store_half
 from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
 
@@ -38,7 +38,7 @@ def _load(
 @gluon.jit
 def _see(
     z, m, s, t, argmax, class_sum, bias, class_weight, part_class_sum, first, scale, vocab, SCALED: gl.constexpr,
-    TRANSFORM: gl.constexpr, EVEN_VOCAB: gl.constexpr, MOMENT: gl.constexpr, ARGMAX: gl.constexpr,
+    TRANSFORM: gl.constexpr, EVEN_VOCAB: gl.constexpr, OFFSET: gl.constexpr, MOMENT: gl.constexpr, ARGMAX: gl.constexpr,
 ):  # fmt: skip
     """The statistics of a row after these products, at the classes from ``first`` on."""
     width: gl.constexpr = z.shape[1]
@@ -56,7 +56,10 @@ def _see(
     s = gl.convert_layout(s, of_rows, assert_trivial=True)
     t = gl.convert_layout(t, of_rows, assert_trivial=True)
     argmax = gl.convert_layout(argmax, of_rows, assert_trivial=True)
-    m, s, t, argmax = online(z, m, s, t, argmax, col, vocab, EVEN_VOCAB, MOMENT, ARGMAX)
+    if OFFSET:
+        s = relative(z, m, s)
+    else:
+        m, s, t, argmax = online(z, m, s, t, argmax, col, vocab, EVEN_VOCAB, MOMENT, ARGMAX)
     return (
         gl.convert_layout(m, by_row, assert_trivial=True),
         gl.convert_layout(s, by_row, assert_trivial=True),
@@ -68,8 +71,8 @@ def _see(
 
 @gluon.jit
 def _walk(
-    stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale, first,
-    most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, WARPGROUP: gl.constexpr,
+    stored, bias, length, offset, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale,
+    first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, WARPGROUP: gl.constexpr,
     SCALED: gl.constexpr, TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -77,7 +80,10 @@ def _walk(
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     row_block, _row_blocks, lane, lanes, columns = lane_of(length, first, most, vocab, programs, BLOCK, BLOCK)
     steps = gl.cdiv(hidden, BK)
-    m = gl.full([BLOCK], float("-inf"), gl.float32, by_row)
+    if offset is None:
+        m = gl.full([BLOCK], float("-inf"), gl.float32, by_row)
+    else:
+        m = gl.load(offset + row_block * BLOCK + gl.arange(0, BLOCK, layout=by_row))
     s = gl.zeros([BLOCK], gl.float32, by_row)
     t = gl.zeros([BLOCK], gl.float32, by_row)
     argmax = gl.zeros([BLOCK], gl.int32, by_row) + (lane + WARPGROUP * lanes) * BLOCK
@@ -99,15 +105,16 @@ def _walk(
                     column * BLOCK + i * (BLOCK // 2),
                 )  # fmt: skip
         # What is more than a sum needs registers: by halves, which takes twice the reductions over columns.
-        HALVES: gl.constexpr = 1 if TRANSFORM == "" and part_moment is None and part_argmax is None else 2
+        MORE: gl.constexpr = part_moment is not None or part_argmax is not None
+        HALVES: gl.constexpr = 2 if MORE or (TRANSFORM != "" and offset is None) else 1
         for i in gl.static_range(HALVES):
             part_of_z = z
             if HALVES == 2:
                 part_of_z = half(z, i == 1)
             m, s, t, argmax, class_sum = _see(
                 part_of_z, m, s, t, argmax, class_sum, bias, class_weight, part_class_sum,
-                column * BLOCK + i * (BLOCK // 2), scale, vocab, SCALED, TRANSFORM, EVEN_VOCAB, part_moment is not None,
-                part_argmax is not None,
+                column * BLOCK + i * (BLOCK // 2), scale, vocab, SCALED, TRANSFORM, EVEN_VOCAB, offset is not None,
+                part_moment is not None, part_argmax is not None,
             )  # fmt: skip
 
     if stored is not None:
@@ -132,6 +139,7 @@ def stats_kernel(
     stored,  # descriptor of [N, V] in blocks [128, 64], out, or None
     bias,
     length,
+    offset,
     class_weight,
     part_max,  # [row blocks, lanes, 2, 128] float32, out: at most [programs, 2, 128]
     part_sum,  # the same
@@ -160,14 +168,14 @@ def stats_kernel(
     gl.warp_specialize(
         [
             (_walk, (
-                stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale,
-                first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 0, SCALED, TRANSFORM,
-                TRANSPOSED, EVEN_VOCAB, BK, STAGES,
+                stored, bias, length, offset, class_weight, part_max, part_sum, part_class_sum, part_moment,
+                part_argmax, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged,
+                0, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, STAGES,
             )),
             (_walk, (
-                stored, bias, length, class_weight, part_max, part_sum, part_class_sum, part_moment, part_argmax, scale,
-                first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged, 1, SCALED, TRANSFORM,
-                TRANSPOSED, EVEN_VOCAB, BK, STAGES,
+                stored, bias, length, offset, class_weight, part_max, part_sum, part_class_sum, part_moment,
+                part_argmax, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, turn, staged,
+                1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, BK, STAGES,
             )),
             (_load, (
                 x, w, length, first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty, TRANSPOSED, BK,

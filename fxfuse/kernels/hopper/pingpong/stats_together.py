@@ -1,7 +1,7 @@
-"""Maxima and sums of logits without a transform, as in ``..stats``, by warpgroups side by side, see ``.beside``.
+"""Maxima and sums of logits without a transform, or sums of bounded ones, by warpgroups side by side, see ``.beside``.
 
-What ends a tile is not hidden but as far as one warpgroup runs ahead of the other. Where it takes longer, for other
-statistics and for transformed logits, there is ``.stats``.
+As in ``..stats``. What ends a tile is not hidden but as far as one warpgroup runs ahead of the other. Where it takes
+longer, for other statistics and other transforms, there is ``.stats``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..schedule import begin, logits_of
-from ..stats import online
+from ..stats import online, relative
 from .beside import LAYOUT, PART, WIDTH, load_product, multiply, nothing, ring_beside
 from .meeting import arrivals
 from .stats import lane_of
@@ -35,9 +35,9 @@ def _load(
 
 @gluon.jit
 def _walk(
-    bias, length, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full, empty,
-    WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSPOSED: gl.constexpr, EVEN_VOCAB: gl.constexpr,
-    PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    bias, length, offset, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full,
+    empty, WARPGROUP: gl.constexpr, SCALED: gl.constexpr, TRANSFORM: gl.constexpr, TRANSPOSED: gl.constexpr,
+    EVEN_VOCAB: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     by_row: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row_block, _row_blocks, lane, lanes, columns = lane_of(
@@ -46,8 +46,11 @@ def _walk(
     steps = gl.cdiv(hidden, BK)
     m = nothing()
     s = nothing()
-    for _ in gl.static_range(PARTS):
-        m += (gl.full([PART], float("-inf"), gl.float32, by_row),)
+    for i in gl.static_range(PARTS):
+        if offset is None:
+            m += (gl.full([PART], float("-inf"), gl.float32, by_row),)
+        else:
+            m += (gl.load(offset + (row_block * PARTS + i) * PART + gl.arange(0, PART, layout=by_row)),)
         s += (gl.zeros([PART], gl.float32, by_row),)
     slot = 0
     phase = 0
@@ -61,14 +64,18 @@ def _walk(
         m = nothing()
         s = nothing()
         for i in gl.static_range(PARTS):
-            z, _slope = logits_of(products[i], bias, col, scale, vocab, SCALED, "")
+            z, _slope = logits_of(products[i], bias, col, scale, vocab, SCALED, TRANSFORM)
             if not EVEN_VOCAB:
                 z = gl.where((col < vocab)[None, :], z, float("-inf"))
-            m_i, s_i, _t, _argmax = online(
-                z, m_before[i], s_before[i], m_before[i], m_before[i], col, vocab, EVEN_VOCAB, False, False
-            )
-            m += (m_i,)
-            s += (s_i,)
+            if offset is None:
+                m_i, s_i, _t, _argmax = online(
+                    z, m_before[i], s_before[i], m_before[i], m_before[i], col, vocab, EVEN_VOCAB, False, False
+                )
+                m += (m_i,)
+                s += (s_i,)
+            else:
+                m += (m_before[i],)
+                s += (relative(z, m_before[i], s_before[i]),)
     # Two parts a lane: this warpgroup's is one of them.
     its_parts = ((row_block * lanes + lane) * 2 + WARPGROUP) * (PARTS * PART)
     for i in gl.static_range(PARTS):
@@ -84,6 +91,7 @@ def stats_together_kernel(
     w,  # descriptor of [V, D] in blocks [128, BK], or of [D, V] in [BK, 128] if TRANSPOSED
     bias,
     length,
+    offset,  # [most] float32, or None
     part_max,  # [row blocks, lanes, 2, rows of a tile] float32, out: at most [programs, 2, rows of a tile]
     part_sum,  # the same
     scale,
@@ -94,6 +102,7 @@ def stats_together_kernel(
     programs,
     counter,  # [1] int32, zero; for ``.meeting``
     SCALED: gl.constexpr,
+    TRANSFORM: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     EVEN_VOCAB: gl.constexpr,
     PARTS: gl.constexpr,  # of a tile's rows
@@ -106,12 +115,12 @@ def stats_together_kernel(
     gl.warp_specialize(
         [
             (_walk, (
-                bias, length, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full,
-                empty, 0, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES,
+                bias, length, offset, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles,
+                full, empty, 0, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES,
             )),
             (_walk, (
-                bias, length, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles, full,
-                empty, 1, SCALED, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES,
+                bias, length, offset, part_max, part_sum, scale, first, most, vocab, hidden, programs, x_tiles, w_tiles,
+                full, empty, 1, SCALED, TRANSFORM, TRANSPOSED, EVEN_VOCAB, PARTS, BK, STAGES,
             )),
             (_load, (
                 x, w, length, first, most, vocab, hidden, programs, counter, x_tiles, w_tiles, full, empty, TRANSPOSED,
