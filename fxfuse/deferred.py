@@ -89,8 +89,12 @@ class DeferredLogits(LazyTensor):
             if func is _DEEPCOPY:
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
-        elif _writes_to_list(func, *args, **kwargs):
-            return _write_one_by_one(func, *args, **kwargs)
+        elif _writes_to_list(func):
+            if any(isinstance(tensor, DeferredLogits) for tensor in _list_of(*args, **kwargs)):
+                return _write_one_by_one(func, *args, **kwargs)
+            # Of ordinary tensors that are written to PyTorch loses the version, where another list has a subclass.
+            args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
+            return func(*args, **kwargs)
         elif func in _NUMBERS and compat.dispatch_is_past_python():
             args = tuple(map(_looked_at, args))
         elif func is _NEW_TENSOR:
@@ -198,12 +202,15 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
                 origin.hooked = True
 
 
-def _writes_to_list(func: Any, /, self: Any = (), *_: Any, **__: Any) -> bool:
-    """Whether ``func`` is one of ``torch._foreach_…_`` and works on deferred logits in its list ``self``."""
+def _writes_to_list(func: Any) -> bool:
+    """Whether ``func`` is one of ``torch._foreach_…_``."""
     name = getattr(func, "__name__", "")
-    if not (name.startswith("_foreach_") and name.endswith("_")) or name == "_foreach_copy_":  # which has no gradient
-        return False
-    return any(isinstance(tensor, DeferredLogits) for tensor in self)
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
+def _list_of(self: Any = (), *_: Any, **__: Any) -> Any:
+    """The list that such a function writes to."""
+    return self
 
 
 def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,11 +218,14 @@ def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> Any
 
     Of views of a subclass PyTorch loses the gradient, of other tensors the version.
     """
+    for tensor in self:
+        if torch.is_grad_enabled() and tensor.requires_grad and _is_leaf(tensor):
+            tensor.zero_()  # which raises, before anything is written
     if func is torch._foreach_zero_:
         for tensor in self:
             tensor.zero_()
         return self
-    out_of_place = getattr(torch, func.__name__[:-1])
+    out_of_place = _copied if func is torch._foreach_copy_ else getattr(torch, func.__name__[:-1])
 
     def is_several(given: Any) -> bool:
         """Whether it has something for each: other tensors, numbers, or a vector of these."""
@@ -226,9 +236,18 @@ def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> Any
     for i, tensor in enumerate(self):
         mine = [given[i : i + 1] if is_several(given) else given for given in args]
         named = {name: given[i : i + 1] if is_several(given) else given for name, given in kwargs.items()}
-        (result,) = out_of_place([tensor.clone()], *mine, **named)  # a copy, which gradients may need
+        # Of copies, which gradients may need: what is written to may be among the others too.
+        mine, named = tree_map_only(Tensor, torch.clone, (mine, named))
+        (result,) = out_of_place([tensor.clone()], *mine, **named)
         tensor.copy_(result)
     return self
+
+
+def _copied(self: Any, src: Any, non_blocking: bool = False) -> Any:
+    """What ``torch._foreach_copy_`` writes."""
+    if len(self) != len(src):
+        torch._foreach_add(self, src)  # which raises
+    return src
 
 
 def _is_leaf(tensor: Tensor) -> bool:

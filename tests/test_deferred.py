@@ -1283,6 +1283,7 @@ def test_a_refused_loss_leaves_nothing_behind() -> None:
         lambda z: torch._foreach_addcmul_([z[0], z[1]], [z[1], z[1]], [z[0], z[0]], torch.tensor([1.0, 2.0])),
         lambda z: torch._foreach_mul_([z[0], z[1]], [2.0, 3.0]),
         lambda z: torch._foreach_zero_([z[0]]),
+        lambda z: torch._foreach_copy_([z[0], z[1]], [z[1], z[0]]) or [],
     ],
 )
 def test_a_list_that_is_written_to_has_its_order(write: Any) -> None:
@@ -1304,6 +1305,60 @@ def test_a_list_of_another_length_is_refused(others: Any) -> None:
         z = kind.make().z.detach()
         with pytest.raises(RuntimeError, match="same number of"):
             torch._foreach_add_([z[0], z[1]], others)
+        if isinstance(others[0], Tensor):
+            with pytest.raises(RuntimeError, match="same number of"):
+                torch._foreach_copy_([z[0], z[1]], others)
+
+
+LISTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of others": lambda z, t: torch._foreach_mul_([t], [z]) and t,
+    "of others, with views": lambda z, t: (lambda view: torch._foreach_mul_([t], [z]) and view)(t.view(-1)),
+    "that is read": lambda z, t: torch._foreach_add_([z[0]], [z[1]]) and z,
+    "that is read, twice": lambda z, t: torch._foreach_add_([z, t], [t, t]) and z,
+    "of factors": lambda z, t: torch._foreach_mul_([z[0]], [z[1] + 1]) and z,
+    "of both": lambda z, t: torch._foreach_sin_([z, t]) and z + t,
+}
+
+
+@pytest.mark.parametrize("write", LISTS.values(), ids=LISTS)
+def test_gradients_of_lists_that_are_written_to(write: Any) -> None:
+    results = []
+    for kind in (World, DeferredWorld):
+        s = kind.make()
+        leaf = torch.linspace(-1, 1, s.z.numel(), dtype=s.x.dtype).view_as(s.z).requires_grad_()
+        t = leaf * 1.0
+        made = write(s.z * 1.0, t)
+        made.square().sum().backward()
+        results.append((made, t._version, leaf.grad, *(leaf.grad for leaf in s.leaves())))
+    torch.testing.assert_close(*results)
+
+
+def test_what_others_were_saved_for_shows_that_a_list_was_written_to() -> None:
+    p, z = torch.ones(BATCH, TIME, VOCAB).requires_grad_(), DeferredWorld.make().z.detach()
+    square = p.square().sum()
+    with torch.no_grad():
+        torch._foreach_add_([p], [z])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.backward()
+
+
+def test_a_list_with_a_leaf_is_refused_as_a_whole() -> None:
+    z = DeferredWorld.make().z.detach()
+    before = z.clone()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        torch._foreach_zero_([z, torch.zeros(3, requires_grad=True)])
+    torch.testing.assert_close(z, before)
+
+
+def test_a_copied_list_has_the_gradient_of_the_copies() -> None:
+    """For which eager has no formula."""
+    s = DeferredWorld.make()
+    z, source = s.z, torch.ones(BATCH, TIME, VOCAB, dtype=s.x.dtype, requires_grad=True)
+    view = z.view(-1)
+    torch._foreach_copy_([z], [source])
+    view.sum().backward()
+    torch.testing.assert_close(source.grad, torch.ones_like(source))
+    assert s.x.grad is None or not s.x.grad.any()
 
 
 @pytest.mark.parametrize("grad", [False, True])
