@@ -60,6 +60,7 @@ def fxfuse(
         inner = _inner(own.inner, mode, rest)
         (results,) = gm.graph.output_node().args
         whole = compat.is_whole_graph(gm)
+        compat.keep_from_precompiled(gm)
         places = () if whole else first_reads(gm.graph)  # only parts are told where they read what others return
         record = replace(captured(gm), enabled=own.enabled)
         watchers = [watcher() for watcher in journal.watchers]

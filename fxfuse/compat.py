@@ -262,6 +262,16 @@ def put_placeholders_first(graph: Graph) -> None:
             before.append(node)
 
 
+def keep_from_precompiled(gm: GraphModule) -> None:
+    """Let ``torch._dynamo.config.caching_precompile`` store nothing of a graph.
+
+    It stores what AOTAutograd made of it, by a number that Dynamo left here, and puts that into the place of what the
+    backend returned: logits that leave the graph would be hidden states in the next process.
+    """
+    if hasattr(gm, "_backend_id"):
+        del gm._backend_id
+
+
 def is_whole_graph(gm: Any) -> bool:
     """Whether what a graph is given comes from the user's program, and not from another part of a graph that was split.
 

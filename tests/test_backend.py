@@ -664,9 +664,10 @@ print(float(w.grad.norm()))
 """
 
 
-def _run(tmp_path: Path, package_parent: Path) -> float:
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(package_parent)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, cwd=tmp_path)
+def _run(tmp_path: Path, package_parent: Path, script: str = SCRIPT, **env: str) -> float:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(package_parent), **env}
+    (tmp_path / "script.py").write_text(script)  # which Dynamo's caches look at
+    done = subprocess.run([sys.executable, "script.py"], env=env, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
@@ -683,6 +684,25 @@ def test_an_edited_gradient_formula_is_not_served_stale(tmp_path: Path) -> None:
     first, second = _run(tmp_path, PACKAGE.parent), _run(tmp_path, PACKAGE.parent)
     assert first == second
     assert _run(tmp_path, edited) == pytest.approx(3 * first)
+
+
+RETURNING = """
+import torch
+def f(x, w):
+    return torch.nn.functional.linear(torch.tanh(x), w)
+x, w = torch.ones(4, 8), torch.linspace(-1, 1, 8 * 50).view(50, 8)
+z = torch.compile(f, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0})(x, w)
+torch.compiler.save_cache_artifacts()
+assert z.shape == (4, 50), z.shape
+print(float(z.sum()))
+"""
+
+
+@pytest.mark.slow
+def test_logits_that_leave_a_graph_under_a_cache_of_all_that_was_compiled(tmp_path: Path) -> None:
+    """Which does not know what the backend does beside the graph."""
+    first, second = (_run(tmp_path, PACKAGE.parent, RETURNING, TORCH_CACHING_PRECOMPILE="1") for _ in range(2))
+    assert first == second
 
 
 def test_no_import_is_needed(tmp_path: Path) -> None:
