@@ -440,11 +440,15 @@ def bounded_logits(dtype: torch.dtype) -> None:
 @case(each_dtype=True)
 def mask_after_softcap(dtype: torch.dtype) -> None:
     rows, hidden, vocab = (333, 512, 8191) if HAS_GPU else (37, 32, 131)
-    for masked, options in (("-inf", {}), ("-9.0", {"class_sum": True}), ("-9.0 mul:0.5", {"indexed": 2})):
-        p = problem(
-            rows, hidden, vocab, dtype, scale=1 / 4, transform=f"tanh mul:4.0 masked:{masked}", bias=True, **options
-        )
-        p.bias[::7] = -float("inf")
+    for scale, masked, options in (
+        (1 / 4, "-inf", {}),
+        (-1 / 4, "-inf", {}),
+        (1 / 4, "-9.0", {"class_sum": True}),
+        (1 / 4, "-9.0 mul:0.5", {"indexed": 2}),
+    ):
+        transform = f"tanh mul:4.0 masked:{masked}"
+        p = problem(rows, hidden, vocab, dtype, scale=scale, transform=transform, bias=True, **options)
+        p.bias[::7] = -float("inf") / scale
         p.index -= (p.index % 7 == 0).long()  # but for a row: what is picked of a masked class is its number
         p.index[2] = 7
         check_stats(p)

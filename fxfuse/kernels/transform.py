@@ -50,13 +50,14 @@ def _number(transform, i):
 
 
 @triton.constexpr_function
-def _begins_with_softcap(transform):
-    return transform.startswith("softcap:")
+def _masks(transform):
+    return "masked:" in transform
 
 
 @triton.constexpr_function
-def _masks(transform):
-    return "masked:" in transform
+def _takes_scale(transform):
+    # What a mask looks for is there after the scale.
+    return transform.startswith("softcap:") and "masked:" not in transform
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def transformed(z, TRANSFORM: tl.constexpr, scale=1.0):
 
     The identity has the number 1 for a derivative. What comes first takes the scale into its own constant if it can.
     """
-    if not _begins_with_softcap(TRANSFORM):
+    if not _takes_scale(TRANSFORM):
         z = z * scale
     slope = 1.0
     masked = False
@@ -128,7 +129,7 @@ def transformed(z, TRANSFORM: tl.constexpr, scale=1.0):
             derivative = 1.0 - z * z
         elif _name(TRANSFORM, i) == "softcap":
             rate = 2.8853900817779268  # 2 log2(e)
-            if i == 0:
+            if i == 0 and _takes_scale(TRANSFORM):
                 rate = rate * scale
             z, derivative = _softcap(z, rate, _number(TRANSFORM, i))
         elif _name(TRANSFORM, i) == "sigmoid":

@@ -97,8 +97,8 @@ def left_and_right(z, BM: tl.constexpr, BN: tl.constexpr):
 def logits_of(z, bias, col, scale, vocab, SCALED: tl.constexpr, TRANSFORM: tl.constexpr):
     """Logits from products ``z [BM, W]`` at the classes ``col [W]``: the bias added, then scaled, then transformed.
 
-    Each step is rounded to float32 by itself, so that a logit has the same bits wherever it is made. The second result
-    is the derivative of the transform, the number 1 for the identity.
+    Each step is rounded to float32 the same way, so that a logit has the same bits wherever it is made. The second
+    result is the derivative of the transform, the number 1 for the identity.
     """
     if bias is not None:
         z += tl.load(bias + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
