@@ -1555,6 +1555,18 @@ def clean_indices() -> None:
         assert torch.equal(clean(index, 7, ignore_index), want)  # test_errors has those that are no classes
 
 
+@case(routes=("general",))
+def blocks_of_the_largest_sizes_of_32_bits() -> None:
+    """One block is there, and so many programs are said to be that none has another."""
+    from fxfuse.kernels.scale import BLOCK, scale_kernel
+
+    values, by = torch.ones(BLOCK, device=DEVICE), torch.tensor(3.0, device=DEVICE)
+    for size in (2**31 - 2 * BLOCK, 2**31 - 1):
+        out = torch.zeros_like(values)
+        scale_kernel[(1,)](values, by, out, size, 2**31 - 1, IN_PLACE=False, BLOCK=BLOCK)
+        assert bool((out == 3.0).all())
+
+
 @case(each_dtype=True, routes=("general",))
 def scaled_gradients(dtype: torch.dtype) -> None:
     from fxfuse.kernels import scale

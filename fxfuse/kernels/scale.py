@@ -20,7 +20,7 @@ def scale_kernel(
     values,  # [size]
     factor,  # [] float32
     out,  # [size], which may be values
-    size,
+    size,  # 1 or more
     programs,
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -28,7 +28,8 @@ def scale_kernel(
     by = tl.load(factor)
     if IN_PLACE and by == 1.0:
         return
-    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), programs):
+    blocks = (size - 1) // BLOCK + 1  # as ``cdiv``, whose sum may be past the largest of 32 bits
+    for block in range(tl.program_id(0), blocks, programs):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(values + at, mask=at < size).to(tl.float32)
         tl.store(out + at, (value * by).to(out.dtype.element_ty), mask=at < size)

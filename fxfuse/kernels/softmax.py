@@ -17,8 +17,8 @@ from .logits import PAD
 from .stats import MERGE_ROWS, MERGE_SPLITS, finite_or_zero, merge_kernel, rescale
 from .transform import transformed
 
-# The logits must be the same numbers in every kernel that reads them: a product that is not rounded before it is added
-# to, as fused operations have it, is another number, and a log-probability came out above 0.
+# The logits must be the same numbers in every kernel here that reads them: a product that is not rounded before it is
+# added to, as fused operations have it, is another number, and a log-probability came out above 0.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # Elements of a row in one step of a program that multiplies nothing.
 BLOCK, INTERPRETED_BLOCK = 2048, 64

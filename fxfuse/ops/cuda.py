@@ -1,9 +1,9 @@
 """The ops on a GPU: which way they take.
 
-What ``hopper`` takes goes there, the rest the ``general`` way. Neither waits for the device, and nothing is added
-atomically. Triton is imported on the first call. Without it, on GPUs before Ampere and for float64, ``chunked`` does
-the work. On CPU tensors the same code runs under Triton's interpreter (``TRITON_INTERPRET=1``), which is how it is
-tested where there is no GPU. See ``contract`` for what is computed.
+What ``hopper`` takes goes there, the rest the ``general`` way. Neither waits for the device, and no numbers but counts
+are added atomically. Triton is imported on the first call. Without it, on GPUs before Ampere and for float64,
+``chunked`` does the work. On CPU tensors the same code runs under Triton's interpreter (``TRITON_INTERPRET=1``), which
+is how it is tested where there is no GPU. See ``contract`` for what is computed.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class _Gradients:
         sums = Sum(self.d_input, None), call.weight_sum(self.d_weight, rows.chunks)
         classes = call.classes(rows) if call.index.shape[1] and (self.need_weight or self.need_bias) else None
         made = Exponentials.begin(call, rows, stats, up, None if classes is None else classes.rows)
-        made.class_sums(up, self.need_weight)
+        made.class_sums(self.need_weight)
         # The sums of the tiles are read before the parts of d_input are written.
         scratch = call.empty(max(call.parts_size(), call.sums_size(rows.most)))
         for chunk in range(rows.chunks):
@@ -204,15 +204,16 @@ class Exponentials:
         call.pick(Listed(rows.order, rows.length), stats.picked, slope)
         return cls(call, rows, kept, stats, up, call.empty(rows.most), slope, call.no_bad(rows, bad_rows))
 
-    def class_sums(self, up: Upstream, need_weight: bool) -> None:
+    def class_sums(self, need_weight: bool) -> None:
         """Prepare what class sums give, to their statistic and to the gradients, if exponentials do not have it."""
-        if up.class_sum is None or not self.kept.row_sum.numel():
+        of_sums = self.up.class_sum
+        if of_sums is None or not self.kept.row_sum.numel():
             return
         call = self.call
-        self.rank_one = up.class_sum, self.kept.row_sum * call.scale
+        self.rank_one = of_sums, self.kept.row_sum * call.scale
         self.bias_sum = call.bias_sum()
         if need_weight:
-            self.weight_row = call.weighted_sum(call.input, up.class_sum) * call.scale
+            self.weight_row = call.weighted_sum(call.input, of_sums) * call.scale
 
     def make(self, chunk: int, scratch: Tensor) -> None:
         call, k = self.call, self.kept
@@ -354,7 +355,7 @@ def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
     listed, up = call.listed_by_coefficients(c)
     stats = call.unset_stats(c.log_prob_sum is not None)
     made = Exponentials.begin(call, call.cut(listed, call.rows), stats, up)
-    made.class_sums(up, need_weight=False)
+    made.class_sums(need_weight=False)
     made.make(0, call.empty(call.sums_size(made.rows.most)))
     return call.loss(stats, c), made.kept
 
@@ -375,7 +376,7 @@ def kept_gradients(
     up = Upstream(nothing, nothing, of_sums)
     rows = call.cut(Listed(kept.order, kept.length), call.rows)
     made = Exponentials(call, rows, kept._replace(own=kept.own * g), Stats(*[nothing] * 9), up, undo=g.view(1))
-    made.class_sums(up, needs[1])
+    made.class_sums(needs[1])
     grads = _Gradients(call, needs, dtypes)
     classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
     sums = Sum(grads.d_input, None), Sum(grads.d_weight, None)

@@ -1,7 +1,7 @@
-"""Maxima and sums of logits without a transform, or sums of bounded ones, by warpgroups side by side, see ``.beside``.
+"""Maxima and sums of logits as in ``..stats``, by warpgroups side by side, see ``.beside``.
 
-As in ``..stats``. What ends a tile is not hidden but as far as one warpgroup runs ahead of the other. Where it takes
-longer, for other statistics and other transforms, there is ``.stats``.
+Of logits without a transform, or of bounded ones. What ends a tile is not hidden but as far as one warpgroup runs ahead
+of the other. Where it takes longer, for other statistics and other transforms, there is ``.stats``.
 """
 
 from __future__ import annotations
