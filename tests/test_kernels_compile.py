@@ -70,17 +70,21 @@ class Recorder:
         return lambda *args, **options: self.launches.append(Launch(self.kernel, args, options))
 
 
+ALONE = ("stored", "bounded", "bounded_few")  # without gradients
+
+
 def record(
     monkeypatch: pytest.MonkeyPatch, machine: tiles.Machine, dtype: torch.dtype, rows: int, kind: str
 ) -> list[Launch]:
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
     A ``plain`` cross entropy, one ``without_turns``, one of a scaled and ``transposed`` weight, one with a ``softcap``
-    and a mask, ``all_options``, those with ``few_hidden`` or ``fewer_hidden`` units or with an ``odd_hidden`` size. Or
-    ``entropy``, or ``entropy_and_top`` among the statistics, and its backward. Or products that are ``stored``, and the
-    statistics of softcapped logits. Or statistics of ``bounded`` logits alone, of few hidden units in ``bounded_few``.
+    and a mask, one that is ``capped`` alone, ``all_options``, those with ``few_hidden`` or ``fewer_hidden`` units or
+    with an ``odd_hidden`` size. Or ``entropy``, or ``entropy_and_top`` among the statistics, and its backward. Or
+    products that are ``stored``, and the statistics of softcapped logits. Or statistics of ``bounded`` logits alone, of
+    few hidden units in ``bounded_few``.
     """
-    everything = kind not in ("plain", "transposed", "softcap", "without_turns", "stored", "bounded", "bounded_few")
+    everything = kind not in ALONE and kind not in ("plain", "transposed", "softcap", "capped", "without_turns")
     vocab, indexed = 50257 if everything else 50256 if kind == "transposed" else 128256, 1
     hidden = {"odd_hidden": 4095, "few_hidden": 896, "fewer_hidden": 640, "bounded_few": 2304}.get(kind, 4096)
     launches: list[Launch] = []
@@ -107,7 +111,8 @@ def record(
     )
     upstream = (meta(rows), meta(rows, indexed), meta(rows) if everything else None)
     needs = (True, True, everything)
-    options = {"transform": "tanh mul:30.0 masked:-inf" if kind in ("softcap", "stored") else ""}
+    transforms = {"capped": "tanh mul:30.0", **dict.fromkeys(("softcap", "stored"), "tanh mul:30.0 masked:-inf")}
+    options = {"transform": transforms.get(kind, "")}
     if kind.startswith("bounded"):
         cuda.linear_stats(*operands, False, False, transform="tanh mul:30.0")
         return launches
@@ -258,6 +263,7 @@ CONFIGURATIONS = [
     *((90, BF16, rows, "bounded") for rows in (1, 64, 16384)),
     *((90, FP16, rows, "bounded_few") for rows in (256, 16384)),
     (100, BF16, 16384, "bounded"),
+    (90, BF16, 16384, "capped"),
 ]
 
 
@@ -276,13 +282,12 @@ def test_compiles(
     launches = record(monkeypatch, machine, dtype, rows, kind)
     names = {launch.kernel.__name__ for launch in launches}
     assert {"stats_kernel", "stats_together_kernel"} & names and "merge_kernel" in names
-    short_end = kind in ("plain", "transposed", "all_options", "bounded")
+    short_end = kind in ("plain", "transposed", "all_options", "bounded", "capped")
     shares_tiles = capability == 90 and dtype != FP32 and rows > 64 and short_end
     assert ("stats_together_kernel" in names) == shares_tiles
     described_way = machine.generation == "hopper" and dtype != FP32 and kind != "odd_hidden"
-    alone = kind == "stored" or kind.startswith("bounded")
-    made = described_way and not alone  # gradients, by kernels on descriptors
-    assert ("dlogits_kernel" in names) == (not alone)
+    made = described_way and kind not in ALONE  # gradients, by kernels on descriptors
+    assert ("dlogits_kernel" in names) == (kind not in ALONE)
     assert bool({"d_weight_kernel", "d_weight_together_kernel"} & names) == made
     takes_turns = machine.takes_turns and dtype != FP32 and rows > 64
     assert ("d_weight_together_kernel" in names) == (made and takes_turns and kind != "fewer_hidden")

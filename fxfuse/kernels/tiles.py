@@ -139,7 +139,7 @@ TALL_FROM = 1.05
 # Hidden units from which they do. The first two multiply over these: with few the end of a tile is too much of it.
 SHARED_FROM = {"stats": 1536, "exponentials": 1536, "d_input": 1536, "d_weight": 768, "input_sums": 256}
 SHARED_FROM_WITH_LESS_L2 = SHARED_FROM | {"stats": 768, "exponentials": 1280}
-# The same for statistics of bounded logits, as a softcap makes them, whose end takes twice the time.
+# The same for statistics of bounded logits, as a softcap makes them, whose end has twice the instructions.
 BOUNDED_SHARED_FROM = 3072
 # Bytes of L2: an H100 has 50 MiB, an H200 and a GH200 60.
 LESS_L2 = 56 << 20
