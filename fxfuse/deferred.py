@@ -32,9 +32,11 @@ from .lazy_tensor import (
     deferring,
     head_of,
     hooks_as_called_outside,
+    is_leaf,
     origins_of,
     plain_of,
 )
+from .lists import list_of, write_one_by_one, writes_to_list
 from .mutation import is_inplace_name
 from .origin import locked, working
 from .originals import original, original_or_itself
@@ -89,9 +91,9 @@ class DeferredLogits(LazyTensor):
             if func is _DEEPCOPY:
                 # Copies are remembered by the identity of what was copied, which must not be anything else's meanwhile.
                 args[1].setdefault(id(args[1]), []).append(args[0])
-        elif _writes_to_list(func):
-            if any(isinstance(tensor, DeferredLogits) for tensor in _list_of(*args, **kwargs)):
-                return _write_one_by_one(func, *args, **kwargs)
+        elif writes_to_list(func):
+            if any(isinstance(tensor, DeferredLogits) for tensor in list_of(*args, **kwargs)):
+                return write_one_by_one(func, *args, **kwargs)
             # Of ordinary tensors that are written to PyTorch loses the version, where another list has a subclass.
             args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
             return func(*args, **kwargs)
@@ -195,64 +197,11 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
         wanted = kwargs.get("inputs", args[1] if func is _GRAD and len(args) > 1 else ())
     for tensor in tree_iter(wanted):
         # Nothing but what reads a leaf itself has a gradient for it.
-        if isinstance(tensor, DeferredLogits) and tensor._deferred.described is not None and not _is_leaf(tensor):
+        if isinstance(tensor, DeferredLogits) and tensor._deferred.described is not None and not is_leaf(tensor):
             for origin in tensor._deferred.origins:
                 if origin.bypassed and func != _GRAD_FN:
                     raise errors.gradient_went_past(func.__name__, origin.head)
                 origin.hooked = True
-
-
-def _writes_to_list(func: Any) -> bool:
-    """Whether ``func`` is one of ``torch._foreach_…_``."""
-    name = getattr(func, "__name__", "")
-    return name.startswith("_foreach_") and name.endswith("_")
-
-
-def _list_of(self: Any = (), *_: Any, **__: Any) -> Any:
-    """The list that such a function writes to."""
-    return self
-
-
-def _write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``func`` does to a list, in its order, as a tensor may be in it twice, or be read after it was written to.
-
-    Of views of a subclass PyTorch loses the gradient, of other tensors the version.
-    """
-    for tensor in self:
-        if torch.is_grad_enabled() and tensor.requires_grad and _is_leaf(tensor):
-            tensor.zero_()  # which raises, before anything is written
-    if func is torch._foreach_zero_:
-        for tensor in self:
-            tensor.zero_()
-        return self
-    out_of_place = _copied if func is torch._foreach_copy_ else getattr(torch, func.__name__[:-1])
-
-    def is_several(given: Any) -> bool:
-        """Whether it has something for each: other tensors, numbers, or a vector of these."""
-        return isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() == 1)
-
-    if any(is_several(given) and len(given) != len(self) for given in (*args, *kwargs.values())):
-        out_of_place(self, *args, **kwargs)  # which raises
-    for i, tensor in enumerate(self):
-        mine = [given[i : i + 1] if is_several(given) else given for given in args]
-        named = {name: given[i : i + 1] if is_several(given) else given for name, given in kwargs.items()}
-        # Of copies, which gradients may need: what is written to may be among the others too.
-        mine, named = tree_map_only(Tensor, torch.clone, (mine, named))
-        (result,) = out_of_place([tensor.clone()], *mine, **named)
-        tensor.copy_(result)
-    return self
-
-
-def _copied(self: Any, src: Any, non_blocking: bool = False) -> Any:
-    """What ``torch._foreach_copy_`` writes."""
-    if len(self) != len(src):
-        torch._foreach_add(self, src)  # which raises
-    return src
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    with compat.no_torch_function():
-        return tensor.is_leaf
 
 
 def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:

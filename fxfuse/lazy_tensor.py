@@ -362,6 +362,11 @@ def plain_of(deferred: LazyTensor, values: Callable[[State], Tensor] = State.sha
             return _Plain.apply(deferred, found)
 
 
+def is_leaf(tensor: Tensor) -> bool:
+    with compat.no_torch_function():
+        return tensor.is_leaf
+
+
 def head_of(args: Any) -> str:
     """``file.py:line`` of the projection whose logits are among ``args``."""
     return next(t._deferred.origin.head for t in tree_iter(args) if isinstance(t, LazyTensor))

@@ -847,14 +847,18 @@ def one_class_several_times_in_a_row(dtype: torch.dtype) -> None:
 def one_class_is_all_there_is(dtype: torch.dtype) -> None:
     # The log-sum-exp is then the logit itself, though they come from products of other shapes. Logits above 4 that
     # differ in their last bit differ by more than this.
-    shapes = ((300, 1000, True), (300, 4096, False)) if HAS_GPU else ((40, 48, True),)
+    shapes = ((300, 1000, True), (300, 4096, False), (16, 4096, False), (1, 4096, False), (40, 1024, True))
+    shapes = shapes if HAS_GPU else ((40, 48, True), (1, 48, False))
     for (rows, hidden, bias), (scale, transform) in itertools.product(shapes, ((3.0, ""), (0.3, "tanh mul:30.0"))):
         p = problem(rows, hidden, 1, dtype, bias=bias, scale=scale)
         p.index[:] = 0
         lse, picked, log_prob, _, _, residual, *_ = cuda.linear_stats(*p.operands, False, False, transform=transform)
-        assert picked.abs().max() > 8
+        assert rows == 1 or picked.abs().max() > 8
         assert float(((lse.double() + residual.double()) - picked[:, 0].double()).abs().max()) < 4e-7
         assert float(log_prob.abs().max()) < 4e-7 and float(log_prob.max()) <= 0
+        ones = torch.ones(rows, 1, device=DEVICE)
+        loss, *_ = cuda.linear_loss(*p.operands, ones, None, True, True, True, transform=transform)
+        assert -4e-7 * rows < float(loss) <= 0
 
 
 # --- logits far from any offset -------------------------------------------------------------------------------
@@ -1142,6 +1146,19 @@ def rows_that_are_not_finite(dtype: torch.dtype) -> None:
     check_stats(p)
     check_stats(p, skip_unindexed=True)
     assert cuda.linear_stats(*p.operands, False, False)[0][21] == float("inf")
+
+
+@case(each_dtype=True)
+def a_softcap_of_infinite_rows(dtype: torch.dtype) -> None:
+    """Where no logit is infinite, nor may what tiles have past the vocabulary be."""
+    for weighted in (False, True):
+        p = problem(100, 24, 131, dtype, class_sum=True, class_weight=weighted, transform="tanh mul:4.0")
+        p.w[p.w == 0] = 1
+        p.x[7], p.x[20] = float("inf"), 0
+        p.x[20, 0] = -float("inf")
+        p.x[7, 1:] = 0
+        check_stats(p)
+        check_stats(p, want_entropy=True)
 
 
 def tiles_with_less_l2() -> Any:
@@ -1569,19 +1586,20 @@ def blocks_of_the_largest_sizes_of_32_bits() -> None:
 
 @case(each_dtype=True, routes=("general",))
 def scaled_gradients(dtype: torch.dtype) -> None:
-    from fxfuse.kernels import scale
+    from fxfuse.kernels import recorder, scale, tape
 
     for size in (0, 1, 4097, 1 << 22):  # the last goes around more than once
-        for factor in (1 / 3, 1.0, 0.0, float("inf"), float("nan")):
-            values = torch.randn(size, device=DEVICE).to(dtype)
-            by = torch.tensor(factor, device=DEVICE)
-            expected = (values.float() * by).to(dtype)
-            for _ in range(3):  # in steps, on a tape, from the tape
+        with mock.patch.object(recorder, "_tapes", {}), mock.patch.object(recorder, "ATTEMPTS", 3):
+            for factor in (1 / 3, 1.0, 0.0, float("inf"), float("nan")):  # in steps, on a tape, from the tape
+                values = torch.randn(size, device=DEVICE).to(dtype)
+                by = torch.tensor(factor, device=DEVICE)
+                expected = (values.float() * by).to(dtype)
                 out, own = scale.scaled(values, by), values.clone()
                 scale.scale_(own, by)
                 for each in (out, own):
                     assert torch.equal(each.nan_to_num(), expected.nan_to_num()), (size, factor)
                     assert torch.equal(each.isnan(), expected.isnan()), (size, factor)
+            assert [type(made) for made in recorder._tapes.values()] == [tape.Tape] * 2
 
 
 # --- pytest's side, and the interpreting process's ------------------------------------------------------------

@@ -38,21 +38,23 @@ def scale_kernel(
 def scaled(values: Tensor, factor: Tensor) -> Tensor:
     """Contiguous ``values`` times ``factor [] float32``, multiplied in float32 and rounded once."""
     out = torch.empty_like(values)
-    _scale(values, factor, out, False)
+    _scale(values, factor, out)
     return out
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
     """The same where the values are, which are not touched if the factor is one."""
-    _scale(values, factor, values, True)
+    _scale(values, factor, None)
 
 
-@replayed
-def _scale(values: Tensor, factor: Tensor, out: Tensor, in_place: bool) -> None:
+@replayed  # which is given each tensor once
+def _scale(values: Tensor, factor: Tensor, out: Tensor | None) -> None:
     size, count = values.numel(), tiles.cdiv(values.numel(), BLOCK)
     if not size:
         return
     programs = min(count, PROGRAMS * tiles.machine(values.device).processors)
+    in_place = out is None
+    out = values if out is None else out
     aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (values, factor, out))
     signature = (values.device, values.dtype, aligned, size < 2**31)
     launch(signature, scale_kernel, (programs,), values, factor, out, size, programs, IN_PLACE=in_place, BLOCK=BLOCK)

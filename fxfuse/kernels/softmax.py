@@ -15,7 +15,7 @@ from . import tiles
 from .exponential import exponential
 from .logits import PAD
 from .stats import MERGE_ROWS, MERGE_SPLITS, finite_or_zero, merge_kernel, rescale
-from .transform import transformed
+from .transform import spelled, transformed
 
 # The logits must be the same numbers in every kernel here that reads them: a product that is not rounded before it is
 # added to, as fused operations have it, is another number, and a log-probability came out above 0.
@@ -248,7 +248,7 @@ def row_stats(product: Tensor, bias: Tensor | None, scale: float, transform: str
         splits,
         each,
         product.stride(0),
-        TRANSFORM=transform,
+        TRANSFORM=spelled(transform, product.dtype),
         BLOCK=block(product.device),
         **OPTIONS,
     )
@@ -273,8 +273,9 @@ def write_softmax(
     rows, vocab = out.shape
     length = block(out.device)
     normalise_kernel[(rows * triton.cdiv(vocab, length),)](
-        out, product, bias, lse, residual, scale, vocab, TRANSFORM=transform, LOG=log, BLOCK=length, **OPTIONS
-    )
+        out, product, bias, lse, residual, scale, vocab, TRANSFORM=spelled(transform, product.dtype), LOG=log,
+        BLOCK=length, **OPTIONS,
+    )  # fmt: skip
 
 
 def mean_and_bound(out: Tensor, g: Tensor, log: bool) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,8 @@ def stats_and_gradients(
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[RowStats, tuple[Tensor, Tensor, Tensor]]:
     """``stats`` of the rows with upstream gradients, and ``gradients``, of one product that is stored."""
-    up, wanted, chunks = up.contiguous(), up.nonzero(), _chunks(head, ROWS_OF_GRADIENTS)
+    up, wanted = up.contiguous(), up.nonzero()
+    chunks = _chunks(head, ROWS_OF_GRADIENTS if any(needs) else ROWS_OF_STATS)
     whole, parts = slice(0, head.weight.shape[0]), []
     at_classes = _split_rest(head, [whole])
     with current(head.input.device):

@@ -380,7 +380,7 @@ def kept_gradients(
     grads = _Gradients(call, needs, dtypes)
     classes = call.classes(rows) if call.index.shape[1] and (needs[1] or needs[2]) else None
     sums = Sum(grads.d_input, None), Sum(grads.d_weight, None)
-    grads.from_exponentials(made, 0, sums, classes, call.parts())
+    grads.from_exponentials(made, 0, sums, classes, call.empty(call.parts_size()))
     grads.finish_class_sums(made)
     return grads.results()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..exponential import LOG2E
 from ..logits import grouped
-from .schedule import LOG2E, begin, chunk_bounds, left_and_right, logits_of, product_tile
+from .schedule import begin, chunk_bounds, left_and_right, logits_of, product_tile
 
 
 @triton.jit
@@ -80,7 +81,6 @@ def dlogits_kernel(
     SCALED: tl.constexpr,
     TRANSFORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -113,7 +113,7 @@ def dlogits_kernel(
         if g_entropy is not None:
             row_g_entropy = tl.load(g_entropy + source, mask=there, other=0.0)
             row_entropy = tl.load(entropy + source, mask=there, other=0.0)
-        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
+        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK)
         left, right = left_and_right(z, BM, BN)
         _store_half(
             dz, left, bias, class_weight, row_lse, row_residual, g, g_sum, row_g_entropy, row_entropy, there, scale,
@@ -189,31 +189,29 @@ def correct_kernel(
         tl.store(dz + row.to(tl.int64) * dz_row + col, (d * scale).to(dz.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["most", "indexed", "programs"])
+@triton.jit(do_not_specialize=["most", "programs"])
 def scattered_dlogits_kernel(
     x,  # descriptor of [most, D]
     w,  # descriptor of [V, D], or of [D, V] if TRANSPOSED
     dz,  # [most, V], out: some rows
     to,  # [most] int32: which
     bias,  # [V] or None
-    index,  # [N, K] int64
+    index,  # [N] int64, or None
     order,  # [most] int32
     length,  # [1] int32
     lse,  # [N] float32
     residual,  # [N] float32
     g_lse,  # [N] float32
-    g_picked,  # [N, K] float32
+    g_picked,  # [N] float32
     scale,
     most,
     vocab,
     hidden,
-    indexed,
     dz_row,
     programs,
     SCALED: tl.constexpr,
     TRANSFORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -232,16 +230,16 @@ def scattered_dlogits_kernel(
         col = tile_col + tl.arange(0, BN)
         there = row < rows
         source = tl.load(order + row, mask=there, other=0).to(tl.int64)
-        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
+        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK)
         z, slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
         row_lse = tl.load(lse + source, mask=there, other=0.0)
         row_residual = tl.load(residual + source, mask=there, other=0.0)
         g = tl.load(g_lse + source, mask=there, other=0.0)
         d = _gradient(z, row_lse[:, None], row_residual[:, None], g[:, None], None, None)
-        for k in range(indexed):
-            local = tl.load(index + source * indexed + k, mask=there, other=-1) - tile_col
+        if index is not None:
+            local = tl.load(index + source, mask=there, other=-1) - tile_col
             local = tl.where((local >= 0) & (local < BN), local, -1).to(tl.int32)
-            own = tl.load(g_picked + source * indexed + k, mask=there, other=0.0)
+            own = tl.load(g_picked + source, mask=there, other=0.0)
             d += tl.where(tl.arange(0, BN)[None, :] == local[:, None], own[:, None], 0.0)
         d *= slope
         target = tl.load(to + row, mask=there, other=0).to(tl.int64)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..exponential import LOG2E
 from ..logits import grouped
-from .schedule import LOG2E, begin, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
+from .schedule import begin, chunk_bounds, exponent, left_and_right, log_of_sum, logits_of, product_tile
 from .stats import class_sum_of
 
 # exp2 of more than this is not stored: E must be finite, also where the row's sum tells that it is of no use.
@@ -56,7 +57,7 @@ def _store_half(
     s = tl.sum(p, 1)
     class_sum = s
     if part_class_sum is not None:
-        class_sum = class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
+        class_sum = class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB)
     return s, class_sum
 
 
@@ -81,7 +82,6 @@ def exponentials_kernel(
     TRANSFORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
-    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -99,7 +99,7 @@ def exponentials_kernel(
         tile_row, tile_col = row_block * BM, column * BN
         row = tile_row + tl.arange(0, BM)
         shift = tl.load(offset + row) * LOG2E
-        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
+        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK)
         left, right = left_and_right(z, BM, BN)
         s, class_sum = _store_half(
             e, left, bias, class_weight, part_class_sum, scale, shift, vocab, tile_row, tile_col, SCALED, TRANSFORM,
@@ -126,25 +126,25 @@ def _over_tiles(parts, row, there, most, tiles, BLOCK: tl.constexpr):
     return tl.sum(sums, 0)
 
 
-@triton.jit(do_not_specialize=["chunk", "most", "indexed", "tiles"])
+@triton.jit(do_not_specialize=["chunk", "most", "tiles"])
 def finish_kernel(
     part_sum,  # [tiles, most] float32
     part_class_sum,  # the same, or None
     offset,  # [most] float32
-    index,  # [N, K] int64
+    index,  # [N] int64, or None
     order,  # [N] int32
     length,  # [1] int32
     g_lse,  # [N] float32
-    g_picked,  # [N, K] float32
+    g_picked,  # [N] float32
     g_class_sum,  # [N] float32, if there is ``part_class_sum``
-    picked,  # [N, K] float32
-    slope,  # [N, K] float32: the derivative of the transform there, or None for 1
+    picked,  # [N] float32
+    slope,  # [N] float32: the derivative of the transform there, or None for 1
     e,  # [most, V]: zeroed at the indexed classes
-    own,  # [N, K] float32, out: the gradients of the indexed logits, each class once
+    own,  # [N] float32, out: the gradients of the indexed logits
     gathered,  # [most, D]: the chunk's hidden states, multiplied by their factors here
     factor,  # [most] float32, out
     lse,  # [N] float32, out
-    log_prob,  # [N, K] float32, out
+    log_prob,  # [N] float32, out
     class_sum,  # [N] float32, out, if there is ``part_class_sum``
     bad_order,  # [most] int32, out: the rows of N whose offset was bad, in any order
     bad_length,  # [1] int32: their number is added
@@ -155,7 +155,6 @@ def finish_kernel(
     most,
     vocab,
     hidden,
-    indexed,
     tiles,
     e_row,
     BLOCK_TILES: tl.constexpr,
@@ -179,32 +178,25 @@ def finish_kernel(
     c = tl.load(offset + row, mask=there, other=0.0)
     g = tl.load(g_lse + source, mask=there, other=0.0)
     v = g / s
-    small = (tl.abs(v) >= LEAST_FACTOR) & (tl.abs(v) <= MOST_FACTOR)
+    small = (tl.abs(v * scale) >= LEAST_FACTOR) & (tl.abs(v * scale) <= MOST_FACTOR)
     usable = (s >= LEAST_SUM) & (s <= MOST_SUM) & (small | (v == 0))
     if part_class_sum is not None:
         g_sum = tl.load(g_class_sum + source, mask=there, other=0.0)
         usable = usable & ((tl.abs(g_sum) <= tl.abs(v) * MOST_ADDED) | (g == 0))
         tl.store(class_sum + source, _over_tiles(part_class_sum, row, there, most, tiles, BLOCK_TILES), mask=there)
-    log_s = tl.log(s)
-    for k in range(indexed):
-        at = source * indexed + k
-        chosen = tl.load(index + at, mask=there, other=-1)
+    if index is not None:
+        chosen = tl.load(index + source, mask=there, other=-1)
         is_class = (chosen >= 0) & (chosen < vocab)
-        log2 = tl.minimum(exponent(tl.load(picked + at, mask=is_class, other=0.0), c * LOG2E), CEILING)
+        log2 = tl.minimum(exponent(tl.load(picked + source, mask=is_class, other=0.0), c * LOG2E), CEILING)
         # Rounding may not make a probability of more than one.
-        tl.store(log_prob + at, tl.where(is_class, tl.minimum(log2 / LOG2E - log_s, 0.0), 0.0), mask=there)
-        value = v * tl.exp2(log2)
+        tl.store(log_prob + source, tl.where(is_class, tl.minimum(log2 / LOG2E - tl.log(s), 0.0), 0.0), mask=there)
+        value = v * tl.exp2(log2) + tl.load(g_picked + source, mask=there, other=0.0)
         counted = is_class & usable
-        for other in range(indexed):
-            same = tl.load(index + source * indexed + other, mask=there, other=-1) == chosen
-            value += tl.where(same, tl.load(g_picked + source * indexed + other, mask=there, other=0.0), 0.0)
-            # A class that came before has been counted, with all its coefficients.
-            counted = counted & ((other >= k) | (same == 0))
         if slope is not None:
-            value *= tl.load(slope + at, mask=counted, other=0.0)
-        tl.store(own + at, tl.where(counted, value * scale, 0.0), mask=there)
+            value *= tl.load(slope + source, mask=counted, other=0.0)
+        tl.store(own + source, tl.where(counted, value * scale, 0.0), mask=there)
         zero = tl.zeros((BLOCK_ROWS,), e.dtype.element_ty)
-        tl.store(e + row.to(tl.int64) * e_row + chosen, zero, mask=is_class & usable)
+        tl.store(e + row.to(tl.int64) * e_row + chosen, zero, mask=counted)
     tl.store(lse + source, c + log_of_sum(s, c), mask=there)
     v = tl.where(usable, v * scale, tl.where(there, 1.0, 0.0))
     if part_class_sum is not None:

@@ -80,7 +80,7 @@ def accumulate(out, low, at, mask, value, first, last):
 @triton.jit
 def finish_rows(
     value, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start, rows, row, col,
-    hidden, indexed, w_row, w_col, out_row, first, last,
+    hidden, w_row, w_col, out_row, first, last,
 ):  # fmt: skip
     """Scale a tile of d_input, add what class sums and indexed classes give, and put it where its rows came from."""
     there = row < rows
@@ -93,12 +93,11 @@ def finish_rows(
         g = tl.load(g_class_sum + source, mask=there, other=0.0)
         value += g[:, None] * tl.load(class_row + col, mask=col < hidden, other=0.0)[None, :]
     if own is not None:
-        for k in range(indexed):
-            g = tl.load(own + source * indexed + k, mask=there, other=0.0)
-            label = tl.where(g != 0, tl.load(index + source * indexed + k, mask=there, other=0), 0)
-            from_class = weight + label[:, None] * w_row + col.to(tl.int64)[None, :] * w_col
-            inside = (g != 0)[:, None] & (col < hidden)[None, :]
-            value += g[:, None] * tl.load(from_class, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(own + source, mask=there, other=0.0)
+        label = tl.where(g != 0, tl.load(index + source, mask=there, other=0), 0)
+        from_class = weight + label[:, None] * w_row + col.to(tl.int64)[None, :] * w_col
+        inside = (g != 0)[:, None] & (col < hidden)[None, :]
+        value += g[:, None] * tl.load(from_class, mask=inside, other=0.0).to(tl.float32)
     at = source[:, None] * out_row + col[None, :]
     accumulate(out, low, at, there[:, None] & (col < hidden)[None, :], value, first, last)
 
@@ -121,7 +120,7 @@ def shares(rows, hidden, vocab, programs, BM: tl.constexpr, BN: tl.constexpr, BK
     return row_blocks, columns, whole, rest, tl.cdiv(steps, each), each
 
 
-@triton.jit(do_not_specialize=["chunk", "most", "indexed", "programs", "first", "last"])
+@triton.jit(do_not_specialize=["chunk", "most", "programs", "first", "last"])
 def d_input_kernel(
     dz,  # descriptor of [most, W] in blocks [BM, BK]
     w,  # descriptor of [W, D] in blocks [BK, BN], or of [D, W] in [BN, BK] if TRANSPOSED
@@ -132,8 +131,8 @@ def d_input_kernel(
     normalise,  # [1] float32 or None
     g_class_sum,  # [N] float32 or None
     class_row,  # [D] float32 or None
-    own,  # [N, K] float32: gradients of indexed logits that dz leaves out, or None
-    index,  # [N, K] int64
+    own,  # [N] float32: gradients of indexed logits that dz leaves out, or None
+    index,  # [N] int64, if there is ``own``
     weight,  # [V, D]
     order,
     length,
@@ -141,7 +140,6 @@ def d_input_kernel(
     most,
     vocab,
     hidden,
-    indexed,
     w_row,
     w_col,
     out_row,
@@ -149,7 +147,6 @@ def d_input_kernel(
     first,
     last,
     TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -175,21 +172,19 @@ def d_input_kernel(
             acc = tl.zeros((BM, BN), tl.float32)
             for k in range(k_first, k_last):
                 a = dz.load([tile_row, k * BK])
-                if TRANSPOSED:
-                    acc = tl.dot(a, w.load([tile_col, k * BK]).T, acc, input_precision=PRECISION)
-                else:
-                    acc = tl.dot(a, w.load([k * BK, tile_col]), acc, input_precision=PRECISION)
+                b = w.load([tile_col, k * BK]).T if TRANSPOSED else w.load([k * BK, tile_col])
+                acc = tl.dot(a, b, acc)
             left, right = left_and_right(acc, BM, BN)
             row = tile_row + tl.arange(0, BM)
             col = tile_col + tl.arange(0, HALF)
             if is_whole:
                 finish_rows(
                     left, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start,
-                    rows, row, col, hidden, indexed, w_row, w_col, out_row, first, last,
+                    rows, row, col, hidden, w_row, w_col, out_row, first, last,
                 )  # fmt: skip
                 finish_rows(
                     right, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start,
-                    rows, row, col + HALF, hidden, indexed, w_row, w_col, out_row, first, last,
+                    rows, row, col + HALF, hidden, w_row, w_col, out_row, first, last,
                 )  # fmt: skip
             else:
                 slot = program.to(tl.int64) * BM
@@ -198,10 +193,10 @@ def d_input_kernel(
                 tl.store(parts + at + HALF, right)
 
 
-@triton.jit(do_not_specialize=["chunk", "most", "indexed", "programs", "first", "last"])
+@triton.jit(do_not_specialize=["chunk", "most", "programs", "first", "last"])
 def d_input_rest_kernel(
     parts, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, length, chunk, most, vocab,
-    hidden, indexed, w_row, w_col, out_row, programs, first, last,
+    hidden, w_row, w_col, out_row, programs, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +218,7 @@ def d_input_rest_kernel(
     col = column * BN + tl.arange(0, BN)
     finish_rows(
         value, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start, rows, row, col,
-        hidden, indexed, w_row, w_col, out_row, first, last,
+        hidden, w_row, w_col, out_row, first, last,
     )  # fmt: skip
 
 
@@ -244,7 +239,6 @@ def d_weight_kernel(
     vocab,
     hidden,
     programs,
-    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -266,7 +260,7 @@ def d_weight_kernel(
         tile_row, tile_col = class_block * BM, column * BN
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(tl.maximum(tl.cdiv(rows, BK), 1)):
-            acc = tl.dot(dz.load([k * BK, tile_row]).T, x.load([k * BK, tile_col]), acc, input_precision=PRECISION)
+            acc = tl.dot(dz.load([k * BK, tile_row]).T, x.load([k * BK, tile_col]), acc)
         left, right = left_and_right(acc, BM, BN)
         row = tile_row + tl.arange(0, BM)
         col = tile_col + tl.arange(0, HALF)

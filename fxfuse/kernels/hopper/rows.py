@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schedule import begin, chunk_bounds, span_bounds, transformed_products
+from .schedule import begin, chunk_bounds, span_rows, transformed_products
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def gather_kernel(
     """
     begin(PDL)
     if SPAN:
-        start, rows = span_bounds(tl.load(length), chunk, most)
+        start, rows = chunk, span_rows(tl.load(length), chunk, most)
     else:
         start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     at = tl.program_id(0)
@@ -252,7 +252,6 @@ def pick_kernel(
     w_step,
     SCALED: tl.constexpr,
     TRANSFORM: tl.constexpr,
-    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -281,7 +280,7 @@ def pick_kernel(
         inside = d < hidden - start
         a = tl.load(a_at, mask=there[:, None] & inside[None, :], other=0.0)
         b = tl.load(b_at, mask=known[:, None] & inside[None, :], other=0.0)
-        z = tl.dot(a, b.T, z, input_precision=PRECISION)
+        z = tl.dot(a, b.T, z)
         a_at += x_step
         b_at += w_step
     if bias is not None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..exponential import LOG2E
 from ..transform import transformed
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -41,9 +40,9 @@ def chunk_bounds(count, chunk, most, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def span_bounds(count, first, most):
-    """(first row, number of rows) of a span of ``most`` of ``count`` rows; none where it lies past the end."""
-    return first, tl.maximum(tl.minimum(count - first, most), 0)
+def span_rows(count, first, most):
+    """How many of a span's ``most`` rows there are, of ``count``: none where it lies past the end."""
+    return tl.maximum(tl.minimum(count - first, most), 0)
 
 
 @triton.jit
@@ -71,7 +70,6 @@ def product_tile(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Rows from ``row`` of x times classes from ``col`` of w, float32 ``[BM, BN]``; 0 outside of both.
 
@@ -80,10 +78,8 @@ def product_tile(
     z = tl.zeros((BM, BN), tl.float32)
     for k in range(tl.cdiv(hidden, BK)):
         a = x.load([row, k * BK])
-        if TRANSPOSED:
-            z = tl.dot(a, w.load([k * BK, col]), z, input_precision=PRECISION)
-        else:
-            z = tl.dot(a, w.load([col, k * BK]).T, z, input_precision=PRECISION)
+        b = w.load([k * BK, col]) if TRANSPOSED else w.load([col, k * BK]).T
+        z = tl.dot(a, b, z)
     return z
 
 

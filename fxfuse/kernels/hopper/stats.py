@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..exponential import LOG2E
 from ..stats import LAST, finite_or_zero, first_best, rescale, rescaled_moment
-from .schedule import LOG2E, begin, exponent, left_and_right, log_of_sum, logits_of, product_tile, span_bounds
+from .schedule import begin, exponent, left_and_right, log_of_sum, logits_of, product_tile, span_rows
 
 
 @triton.jit
@@ -24,11 +25,11 @@ def lanes_of(rows, programs, BM: tl.constexpr):
 
 
 @triton.jit
-def class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB: tl.constexpr, TRANSFORM: tl.constexpr):
+def class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB: tl.constexpr):
     """The sums over the classes of a tile of logits, weighted or not."""
     if class_weight is not None:
         z = z * tl.load(class_weight + col, mask=col < vocab, other=0.0).to(tl.float32)[None, :]
-    elif not EVEN_VOCAB and TRANSFORM != "":  # past the vocabulary z is 0 only before a transform
+    if not EVEN_VOCAB:  # past the vocabulary z is a transform of 0, or NaN in a row of infinite hidden states
         z = tl.where((col < vocab)[None, :], z, 0.0)
     return tl.sum(z, 1)
 
@@ -85,7 +86,6 @@ def stats_kernel(
     TRANSFORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     EVEN_VOCAB: tl.constexpr,
-    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -93,7 +93,7 @@ def stats_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    start, rows = span_bounds(tl.load(length), first, most)
+    rows = span_rows(tl.load(length), first, most)
     row_blocks, lanes = lanes_of(rows, programs, BM)
     columns = tl.cdiv(vocab, BN)
     row_block, lane = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
@@ -111,16 +111,16 @@ def stats_kernel(
     for column in tl.range(lane, columns, lanes, flatten=FLATTEN):
         tile_col = column * BN
         col = tile_col + tl.arange(0, BN)
-        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK, PRECISION)
+        z = product_tile(x, w, tile_row, tile_col, hidden, TRANSPOSED, BM, BN, BK)
         if stored is not None:
             z = z.to(stored.dtype)
             left, right = left_and_right(z, BM, BN)
-            stored.store([start + tile_row, tile_col], left)
-            stored.store([start + tile_row, tile_col + BN // 2], right)
+            stored.store([first + tile_row, tile_col], left)
+            stored.store([first + tile_row, tile_col + BN // 2], right)
             z = z.to(tl.float32)
         z, _slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
         if part_class_sum is not None:
-            class_sum += class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
+            class_sum += class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB)
         if not EVEN_VOCAB:
             z = tl.where((col < vocab)[None, :], z, float("-inf"))
         if offset is None:
@@ -172,7 +172,7 @@ def merge_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    start, rows = span_bounds(tl.load(length), first, most)
+    rows = span_rows(tl.load(length), first, most)
     if tl.program_id(0) * BLOCK_ROWS >= rows:
         return
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -180,7 +180,7 @@ def merge_kernel(
     _, lanes = lanes_of(rows, programs, BM)
     lanes *= PARTS
     first_part = row // BM * lanes * BM + row % BM
-    source = tl.load(order + start + row, mask=there, other=0).to(tl.int64)
+    source = tl.load(order + first + row, mask=there, other=0).to(tl.int64)
 
     m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     for first_lane in range(0, lanes, BLOCK_LANES):

@@ -33,7 +33,9 @@ class GradientsOfLogits(Statistics):
 
         After it ``factor[:, None] * e`` is the gradient of the chunk's logits but for that of indexed logits, which is
         in ``own [N, K]`` instead, and, unless ``with_class_sums``, for what class sums give; nor are these made then.
+        There is one index a row, or none.
         """
+        index = self.index if self.index.shape[1] else None
         tile = tiles.described("exponentials", self.input)
         columns = tiles.cdiv(self.vocab, tile.vocab)
         programs = min(self.programs * tile.slots, rows.most // tile.rows * columns)
@@ -69,7 +71,7 @@ class GradientsOfLogits(Statistics):
             scratch,
             part_class_sum,
             offset,
-            self.index,
+            index,
             rows.order,
             rows.length,
             up.lse,
@@ -93,7 +95,6 @@ class GradientsOfLogits(Statistics):
             rows.most,
             self.vocab,
             self.hidden,
-            self.index.shape[1],
             columns,
             e.stride(0),
             BLOCK_TILES=512,
@@ -117,7 +118,7 @@ class GradientsOfLogits(Statistics):
             e,
             bad.row,
             self.bias,
-            self.index,
+            index,
             again.order,
             again.length,
             out.lse,
@@ -128,7 +129,6 @@ class GradientsOfLogits(Statistics):
             rows.most,
             self.vocab,
             self.hidden,
-            self.index.shape[1],
             e.stride(0),
             self.programs,
             **self.logits_options(),

@@ -136,7 +136,6 @@ class Lists(Described):
             tile.hidden * self.input.stride(1),
             tile.hidden * self.weight.stride(1),
             **self.pointwise_options(),
-            PRECISION=tiles.dot_precision(self.input.dtype),
             BM=size,
             BK=tile.hidden,
             num_warps=4,

@@ -93,6 +93,7 @@ class Sum(NamedTuple):
 COUNTERS = 64  # that are set to zero at a time
 
 _signatures: dict[tuple[object, ...], int] = {}
+_numbers = itertools.count()  # whose next two threads never share
 
 
 class Described(Operands):
@@ -106,7 +107,7 @@ class Described(Operands):
             *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in (self.input, self.weight)),
             *(None if t is None else t.dtype for t in (self.bias, self.class_weight)),
         )
-        return _signatures.setdefault(told_apart, len(_signatures))
+        return _signatures.setdefault(told_apart, next(_numbers))
 
     def slopes(self) -> Tensor | None:
         """Where to put the derivative of the transform at the indexed logits."""
@@ -227,9 +228,6 @@ class Described(Operands):
         tile = tiles.described("d_input", self.input)
         return self.programs * tile.slots * tile.rows * tile.vocab
 
-    def parts(self) -> Tensor:
-        return self.empty(self.parts_size())
-
     def cut(self, listed: Listed, most: int) -> Rows:
         """The listed rows in chunks of at most ``most``."""
         chunks = max(1, tiles.cdiv(self.rows, most))
@@ -264,8 +262,7 @@ class Described(Operands):
                 "ROWS": self.row_block,
                 "num_warps": tile.warps,
             }
-        options = {
-            "PRECISION": tiles.dot_precision(self.input.dtype),
+        options: dict[str, object] = {
             "BM": tile.rows,
             "BN": tile.vocab,
             "BK": tile.hidden,

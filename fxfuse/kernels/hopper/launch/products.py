@@ -69,7 +69,7 @@ class Products(Described):
         """Add ``dz @ weight[window]`` to the rows of d_input that the chunk's rows came from.
 
         The product's rows are multiplied by ``factor [most]`` and ``undo [1]``. Then are added ``rank_one``, a factor
-        ``[N]`` a row and a row ``[D]``, and the weights of indexed classes times ``own [N, K]``.
+        ``[N]`` a row and a row ``[D]``, and the weights of indexed classes times ``own [N, K]``, for K of 0 or 1.
         """
         g_class_sum, class_row = (None, None) if rank_one is None else rank_one
         tile = tiles.described("d_input", self.input)
@@ -82,7 +82,7 @@ class Products(Described):
             undo,
             g_class_sum,
             class_row,
-            own,
+            own if own is not None and own.shape[1] else None,
             self.index,
             self.weight,
             rows.order,
@@ -91,7 +91,6 @@ class Products(Described):
             rows.most,
             weight.shape[0],
             self.hidden,
-            self.index.shape[1],
             *self.weight.stride(),
             total.out.stride(0),
             programs,

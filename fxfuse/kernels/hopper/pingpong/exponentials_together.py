@@ -6,9 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ...exponential import LOG2E
 from ...logits import grouped
 from ..exponentials import exponentials_of
-from ..schedule import LOG2E, begin, chunk_bounds
+from ..schedule import begin, chunk_bounds
 from ..stats import class_sum_of
 from .exponentials import store_half
 from .meeting import arrivals
@@ -80,7 +81,7 @@ def _make(
             )
             s += gl.sum(p, 1)
             if part_class_sum is not None:
-                class_sum += class_sum_of(of_part, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
+                class_sum += class_sum_of(of_part, class_weight, col, vocab, EVEN_VOCAB)
             store_half(e, weighted, staged.index(2 * WARPGROUP + i % 2), first_row, tile_col)
         at = column.to(gl.int64) * most + row
         gl.store(part_sum + at, s)

@@ -11,11 +11,10 @@ from ..products import LEAST_STEPS, finish_rows, shares
 from ..schedule import begin, chunk_bounds
 from .meeting import EVERY
 from .ring import BLOCK, half
+from .sums import LAYOUT, PIECE
 from .together import WIDTH, begin_product, end_product, load_product, ring_of_shared
 
 PIECES = gl.constexpr(4)  # of a warpgroup's half, which are ended one after the other
-PIECE = gl.constexpr(64)
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @gluon.jit
@@ -68,7 +67,7 @@ def _load(
 @gluon.jit
 def _add(
     out, low, parts, factor, normalise, g_class_sum, class_row, own, index, weight, order, length, chunk, most, vocab,
-    hidden, indexed, w_row, w_col, out_row, programs, first_term, last_term, dz_tiles, w_tiles, full, empty, lead,
+    hidden, w_row, w_col, out_row, programs, first_term, last_term, dz_tiles, w_tiles, full, empty, lead,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -95,7 +94,7 @@ def _add(
             if item < whole:
                 finish_rows(
                     value, out, low, factor, normalise, g_class_sum, class_row, own, index, weight, order, start, rows,
-                    row_block * BLOCK + row_within, column * WIDTH + col_within, hidden, indexed, w_row, w_col, out_row,
+                    row_block * BLOCK + row_within, column * WIDTH + col_within, hidden, w_row, w_col, out_row,
                     first_term, last_term,
                 )  # fmt: skip
             else:
@@ -103,7 +102,7 @@ def _add(
                 gl.store(parts + at, value)
 
 
-@gluon.jit(do_not_specialize=["chunk", "most", "indexed", "programs", "first", "last"])
+@gluon.jit(do_not_specialize=["chunk", "most", "programs", "first", "last"])
 def d_input_together_kernel(
     dz,  # descriptor of [most, W] in blocks [64, BK]
     w,  # descriptor of [W, D] in blocks [BK, 256], or of [D, W] in [256, BK] if TRANSPOSED
@@ -123,7 +122,6 @@ def d_input_together_kernel(
     most,
     vocab,
     hidden,
-    indexed,
     w_row,
     w_col,
     out_row,
@@ -144,12 +142,12 @@ def d_input_together_kernel(
         [
             (_add, (
                 out, low, parts, factor, normalise, g_class_sum, class_row, own, index, weight, order, length, chunk,
-                most, vocab, hidden, indexed, w_row, w_col, out_row, programs, first, last, dz_tiles, w_tiles, full,
+                most, vocab, hidden, w_row, w_col, out_row, programs, first, last, dz_tiles, w_tiles, full,
                 empty, lead, 0, TRANSPOSED, BK, GROUP, STAGES, ROWS,
             )),
             (_add, (
                 out, low, parts, factor, normalise, g_class_sum, class_row, own, index, weight, order, length, chunk,
-                most, vocab, hidden, indexed, w_row, w_col, out_row, programs, first, last, dz_tiles, w_tiles, full,
+                most, vocab, hidden, w_row, w_col, out_row, programs, first, last, dz_tiles, w_tiles, full,
                 empty, lead, 1, TRANSPOSED, BK, GROUP, STAGES, ROWS,
             )),
             (_load, (

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..schedule import begin, logits_of, span_bounds
+from ..schedule import begin, logits_of, span_rows
 from ..stats import class_sum_of, lanes_of, online, relative
 from .exponentials import store_half
 from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
@@ -15,7 +15,7 @@ from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
 @gluon.jit
 def lane_of(length, first, most, vocab, programs, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
     """(row block, row blocks, lane, lanes, columns of tiles) of this program; no columns for one with nothing to do."""
-    _, rows = span_bounds(gl.load(length), first, most)
+    rows = span_rows(gl.load(length), first, most)
     row_blocks, lanes = lanes_of(rows, programs, HEIGHT)
     row_block = gl.program_id(0) % row_blocks
     lane = gl.program_id(0) // row_blocks
@@ -48,7 +48,7 @@ def _see(
     col = first + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
     z, _slope = logits_of(z, bias, col, scale, vocab, SCALED, TRANSFORM)
     if part_class_sum is not None:
-        of_part = class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB, TRANSFORM)
+        of_part = class_sum_of(z, class_weight, col, vocab, EVEN_VOCAB)
         class_sum += gl.convert_layout(of_part, by_row, assert_trivial=True)
     if not EVEN_VOCAB:
         z = gl.where((col < vocab)[None, :], z, float("-inf"))
@@ -88,8 +88,6 @@ def _walk(
     t = gl.zeros([BLOCK], gl.float32, by_row)
     argmax = gl.zeros([BLOCK], gl.int32, by_row) + (lane + WARPGROUP * lanes) * BLOCK
     class_sum = gl.zeros([BLOCK], gl.float32, by_row)
-    if stored is not None:
-        start, _rows = span_bounds(gl.load(length), first, most)
     round = 0
     for column in range(lane + WARPGROUP * lanes, columns, 2 * lanes):
         z = multiply(
@@ -101,7 +99,7 @@ def _walk(
             z = z.to(stored.dtype).to(gl.float32)
             for i in gl.static_range(2):
                 store_half(
-                    stored, half(z, i == 1), staged.index(2 * WARPGROUP + i), start + row_block * BLOCK,
+                    stored, half(z, i == 1), staged.index(2 * WARPGROUP + i), first + row_block * BLOCK,
                     column * BLOCK + i * (BLOCK // 2),
                 )  # fmt: skip
         # What is more than a sum needs registers: by halves, which takes twice the reductions over columns.

@@ -18,7 +18,7 @@ from ..schedule import chunk_bounds
 from .ring import NARROW, load_async, store_async
 
 PIECE = gl.constexpr(tiles.PIECE)
-_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _IN_ORDER = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 
 # Of four elements: their upper bits in two registers and the next in one, to four sums.
@@ -66,7 +66,7 @@ def _in_order(piece):
 def _as_accumulated(piece):
     """The reverse."""
     piece = piece.reshape([2, 4, 8, 4, 8, 2]).permute([1, 0, 2, 4, 3, 5]).reshape([PIECE, PIECE])
-    return gl.convert_layout(piece, _LAYOUT, assert_trivial=True)
+    return gl.convert_layout(piece, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -162,7 +162,7 @@ def add_bias(d_bias, stride, parts, normalise, tile_row, column, vocab):
 @gluon.jit
 def slots_of(rows_of_classes, slots, tile_row, term, vocab):
     """The slots of a piece's classes in the first term, below 0 for those without."""
-    row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
+    row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, LAYOUT))
     if rows_of_classes is None:
         return row
     else:
@@ -182,15 +182,15 @@ def add_piece(
     is_last, vocab, hidden,
 ):  # fmt: skip
     """Add ``value [64, 64]`` to the piece ``upper`` and ``lower``, if this is not the first term, and store it."""
-    row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, _LAYOUT))
-    col = tile_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, _LAYOUT))
-    value = gl.convert_layout(value, _LAYOUT, assert_trivial=True)
+    row = tile_row + gl.arange(0, PIECE, layout=gl.SliceLayout(1, LAYOUT))
+    col = tile_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, LAYOUT))
+    value = gl.convert_layout(value, LAYOUT, assert_trivial=True)
     value = scaled(value, normalise, class_weight, class_row, row, col, vocab, hidden, term == 0)
     if low is None:
         _send(out, value.to(out.dtype), upper, tile_row, tile_col)
     else:
         if term > 0:
-            value += _joined(upper.load(_LAYOUT), lower)
+            value += _joined(upper.load(LAYOUT), lower)
         if is_last:
             _send(out, value.to(out.dtype), upper, tile_row, tile_col)
         else:
