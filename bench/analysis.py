@@ -1,4 +1,4 @@
-"""What fxfuse adds to compilation: its own time, analysis and report, beside all of it, for Llamas of so many layers.
+"""What fxfuse's analysis and report take of a compilation, for Llamas of so many layers; not its kernels on a GPU.
 
     python bench/analysis.py [--layers 8 16 32] [--json FILE]
 
@@ -9,25 +9,20 @@ of one training step without any cache.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import tabulate
 import torch
 import torch._inductor.utils
-from conditions import about, told
+from conditions import about, add_device, add_json, positive, told, write
 from tqdm import tqdm
 
-import fxfuse  # noqa: F401 (registers the ops, whose import is not part of an analysis)
 from fxfuse import backend
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def measure(layers: int) -> dict[str, float | int]:
+def measure(layers: int, device: str) -> dict[str, float | int]:
     """Seconds that are fxfuse's own, and those of all of the compilation; and the size of the graph."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,8 +31,8 @@ def measure(layers: int) -> dict[str, float | int]:
         vocab_size=32000, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(DEVICE)
-    ids = torch.randint(0, 32000, (2, 64), device=DEVICE)
+    model = LlamaForCausalLM(config).to(device)
+    ids = torch.randint(0, 32000, (2, 64), device=device)
     seen: dict[str, float | int] = {"nodes": 0, "own": 0.0}
     inner_of = backend._inner
 
@@ -73,13 +68,16 @@ def measure(layers: int) -> dict[str, float | int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32], metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--layers", type=positive, nargs="+", default=[8, 16, 32], metavar="N")
+    add_device(parser)
+    add_json(parser)
     args = parser.parse_args()
-    results = []
+    conditions = about(args.device, "float32")
+    results: list[dict[str, Any]] = []
     for layers in tqdm(args.layers, desc="compiling", unit="model"):
         torch._dynamo.reset()
-        results.append(measure(layers))
+        results.append(measure(layers, args.device))
+        write(args.json, conditions, results)
     rows = [
         (
             r["layers"],
@@ -90,11 +88,8 @@ def main() -> None:
         )
         for r in results
     ]
-    conditions = about(DEVICE, "float32")
     print(told(conditions))
     print(tabulate.tabulate(rows, ("layers", "nodes", "fxfuse", "all of compilation", "share")))
-    if args.json is not None:
-        args.json.write_text(json.dumps({**conditions, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

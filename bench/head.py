@@ -9,18 +9,20 @@ vocabulary, of a padded one); ``fwd ÷1`` the loss alone over one product; ``row
 (``reduction="none"``) over four. Each is measured in turns with its products, in one process, several times: medians.
 A turn is some calls one after the other, as in a loop; what the host takes for one shows only where the device takes
 less (``--host`` measures it). The card is warm and its power is limited, for both. ``extra`` is the peak of memory
-above the operands, in MiB, beside dX and dW themselves. The errors are relative L2 errors of the gradients against
-float64, and ``same bits`` tells whether ten steps gave the same gradients. With ignored labels, ``of dense`` is the
-time over that of the same implementation with none ignored. ``softcap`` and the like are the time with that over the
-time without.
+above the operands, in MiB, beside dX and dW themselves; ``fwd extra`` and ``rows extra`` those of the loss alone and of
+per-row losses. ``first call s`` is the first step, compilation included. The errors are relative L2 errors of the
+gradients against float64, and ``same bits`` tells whether ten steps gave the same gradients. With ignored labels, ``of
+dense`` is the time over that of the same implementation with none ignored. ``softcap`` and the like are the time with
+that over the time without. Of 16 rows or fewer, ``fwd of copy bandwidth`` is how fast the loss reads the weight, over
+how fast a copy moves it; ``in a CUDA graph`` the same, replayed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
-import json
 import statistics
 import sys
 import time
@@ -29,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conditions import SHAPES, about, add_machine, sizes, told
+from conditions import SHAPES, about, add_json, add_machine, add_repeats, on_gpu, seconds, sizes, told, write
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -92,6 +94,7 @@ def peers() -> dict[str, Loss]:
     return found
 
 
+@functools.cache
 def implementations() -> dict[str, Loss]:
     return {
         "eager": plain,
@@ -138,12 +141,12 @@ class Clock:
         bases, times = (statistics.median(column) for column in zip(*turns, strict=True))
         return times / bases, times * 1e3
 
-    def host(self, f: Callable[[], Any], calls: int = 20) -> float:
+    def host(self, f: Callable[[], Any], calls: int = 10) -> float:
         """Microseconds that the host takes for a call, the device being busy: the median of a few turns."""
         for _ in range(3):  # as above
             f()
         turns = []
-        for _ in range(self.repeats):
+        for _ in range(self.repeats):  # of fewer launches than CUDA lets wait, some 1000
             self.sync()
             torch.cuda._sleep(100_000_000)  # cycles, some 50 ms
             start = time.perf_counter()
@@ -154,9 +157,9 @@ class Clock:
         return statistics.median(turns) * 1e6
 
 
-def peak_mib(f: Callable[[], Any]) -> float | None:
-    """Peak of memory during ``f`` above what was in use before, in MiB: CUDA's, or without that the process's."""
-    peak = peak_bytes(f, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+def peak_mib(f: Callable[[], Any], device: torch.device) -> float | None:
+    """Peak of memory during ``f`` above what was in use before, in MiB: CUDA's, or for a CPU the process's."""
+    peak = peak_bytes(f, device)
     return None if peak is None else peak / 2**20
 
 
@@ -184,7 +187,8 @@ class Case:
     def __init__(self, shape: tuple[int, int, int], args: argparse.Namespace) -> None:
         self.args, self.shape = args, shape
         rows, hidden, vocab = shape
-        device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+        self.device = device = torch.device(args.device)
+        dtype = getattr(torch, args.dtype)
         self.clock = Clock(device, args.repeats, args.seconds)
         torch.manual_seed(0)
         self.x = torch.randn(rows, hidden, device=device, dtype=dtype)
@@ -192,6 +196,7 @@ class Case:
         self.dense = torch.randint(vocab, (rows,), device=device)
         self.y = torch.where(torch.rand(rows, device=device) < args.ignored, -100, self.dense)
         self.exact = exact_gradients(self.x, self.w, self.y) if args.errors else None
+        self.hidden = self.x.detach()  # as a model makes them under no_grad
         self.x.requires_grad_()
         self.w.requires_grad_()
 
@@ -212,17 +217,22 @@ class Case:
 
         return one if count == 1 else all_of_them  # type: ignore[return-value]
 
-    def step(self, f: Loss, labels: torch.Tensor) -> None:
-        self.x.grad = self.w.grad = None
+    def no_gradients(self, *others: torch.Tensor) -> None:
+        for leaf in (self.x, self.w, *others):
+            leaf.grad = None
+
+    def step(self, f: Loss, labels: torch.Tensor, *others: torch.Tensor) -> None:
+        """A step, with gradients of ``others`` too, if they have any."""
+        self.no_gradients(*others)
         f(self.x, self.w, labels).backward()
 
     def per_row(self, f: Loss, g: torch.Tensor) -> None:
-        self.x.grad = self.w.grad = None
+        self.no_gradients()
         f(self.x, self.w, self.y, reduction="none").backward(g)
 
     def forward(self, f: Loss, labels: torch.Tensor) -> None:
         with torch.no_grad():
-            f(self.x, self.w, labels)
+            f(self.hidden, self.w, labels)
 
     def repeats_itself(self, f: Loss) -> bool:
         first = self.x.grad, self.w.grad
@@ -237,7 +247,7 @@ class Case:
         bias = torch.randn(vocab, device=self.w.device, dtype=self.w.dtype).requires_grad_()
         for option, loss in with_options(bias, torch.rand(vocab, device=self.w.device)).items():
             more = fused(loss)
-            both = (lambda: self.step(more, self.y)), lambda: self.step(f, self.y)  # noqa: B023
+            both = (lambda: self.step(more, self.y, bias)), lambda: self.step(f, self.y)  # noqa: B023
             row[option] = self.clock.ratio(*both)[0]
             both = (lambda: self.forward(more, self.y)), lambda: self.forward(f, self.y)  # noqa: B023
             row[f"fwd {option}"] = self.clock.ratio(*both)[0]
@@ -247,7 +257,7 @@ class Case:
         copy = torch.empty_like(self.w)
 
         def over_copy(run: Callable[[], Any]) -> float:
-            return 0.5 / self.clock.ratio(run, lambda: copy.copy_(self.w))[0]
+            return 0.5 / self.clock.ratio(run, lambda: copy.copy_(self.w.detach()))[0]
 
         row["fwd of copy bandwidth"] = over_copy(lambda: self.forward(f, self.y))
         if name == "fxfuse" and self.x.is_cuda:  # which waits for nothing, so it can be captured
@@ -258,51 +268,74 @@ class Case:
 
     def measure(self, name: str, f: Loss) -> dict[str, Any]:
         """The row of the table."""
-        clock, own = self.clock, (self.x.numel() + self.w.numel()) * self.x.element_size() / 2**20
         row: dict[str, Any] = {"shape": "×".join(map(str, self.shape)), "implementation": name}
         torch._dynamo.reset()
-        try:
-            start = time.perf_counter()
-            self.step(f, self.y)
-            clock.sync()
-            row["first call s"] = time.perf_counter() - start
-            if self.exact is not None:
-                row["dX error"] = error(self.x.grad, self.exact[0])
-                row["dW error"] = error(self.w.grad, self.exact[1])
-                row["same bits"] = self.repeats_itself(f)
-            row["÷3"], row["ms"] = clock.ratio(lambda: self.step(f, self.y), self.products(3))
-            row["fwd ÷1"], row["fwd ms"] = clock.ratio(lambda: self.forward(f, self.y), self.products(1))
-            self.x.grad = self.w.grad = None
-            peak = peak_mib(lambda: self.step(f, self.y))
-            row["extra"] = None if peak is None else peak - own
-            self.x.grad = self.w.grad = None
-            row["fwd extra"] = peak_mib(lambda: self.forward(f, self.y))
-            if self.args.ignored:
-                row["of dense"] = clock.ratio(lambda: self.step(f, self.y), lambda: self.step(f, self.dense))[0]
-                row["fwd of dense"] = clock.ratio(lambda: self.forward(f, self.y), lambda: self.forward(f, self.dense))[
-                    0
-                ]
-            if self.args.per_row and name in ("eager", "inductor", "fxfuse"):
-                g = torch.randn(len(self.y), device=self.y.device) / len(self.y)
-                row["rows ÷4"] = clock.ratio(lambda: self.per_row(f, g), self.products(4))[0]
-                self.x.grad = self.w.grad = None
-                peak = peak_mib(lambda: self.per_row(f, g))
-                row["rows extra"] = None if peak is None else peak - own
-            if self.args.host:
-                row["host µs"] = clock.host(lambda: self.step(f, self.y))
-                row["fwd host µs"] = clock.host(lambda: self.forward(f, self.y))
-            if self.args.options and name == "fxfuse":
+        with self.attempt(name, row, "÷3"):
+            self.measure_step(f, row)
+        with self.attempt(name, row, "extra"):
+            row["extra"] = self.beside_gradients(lambda: self.step(f, self.y))
+        with self.attempt(name, row, "fwd ÷1"):
+            row["fwd ÷1"], row["fwd ms"] = self.clock.ratio(lambda: self.forward(f, self.y), self.products(1))
+        with self.attempt(name, row, "fwd extra"):
+            row["fwd extra"] = peak_mib(lambda: self.forward(f, self.y), self.device)
+        if self.args.ignored:
+            with self.attempt(name, row, "of dense"):
+                self.measure_ignored(f, row)
+        if self.args.per_row and name in ("eager", "inductor", "fxfuse"):
+            g = torch.randn(len(self.y), device=self.device) / len(self.y)
+            with self.attempt(name, row, "rows ÷4"):
+                row["rows ÷4"] = self.clock.ratio(lambda: self.per_row(f, g), self.products(4))[0]
+            with self.attempt(name, row, "rows extra"):
+                row["rows extra"] = self.beside_gradients(lambda: self.per_row(f, g))
+        if self.args.host:
+            with self.attempt(name, row, "host µs"):
+                row["host µs"] = self.clock.host(lambda: self.step(f, self.y))
+                row["fwd host µs"] = self.clock.host(lambda: self.forward(f, self.y))
+        if self.args.options and name == "fxfuse":
+            with self.attempt(name, row, "softcap"):
                 self.measure_options(f, row)
-            if self.shape[0] <= 16:
+        if self.shape[0] <= 16:
+            with self.attempt(name, row, "fwd of copy bandwidth"):
                 self.measure_bandwidth(name, f, row)
+        return row
+
+    @contextlib.contextmanager
+    def attempt(self, name: str, row: dict[str, Any], column: str) -> Iterator[None]:
+        """A part of the row. What fails says so in ``column``, and of a peer it ends neither the rest nor the run."""
+        try:
+            yield
         except torch.OutOfMemoryError:
-            row["÷3"] = "out of memory"
-        except Exception as failure:  # a peer that refuses a shape should not end the rest
+            row[column] = "out of memory"
+        except Exception as failure:
             if name == "fxfuse":
                 raise
-            row["÷3"] = type(failure).__name__
-        self.x.grad = self.w.grad = None
-        return row
+            row[column] = type(failure).__name__
+            said = str(failure).strip().splitlines() or [""]
+            tqdm.write(f"{name}, {row['shape']}, {column}: {row[column]}: {said[0]}", file=sys.stderr)
+        finally:
+            self.no_gradients()
+
+    def measure_step(self, f: Loss, row: dict[str, Any]) -> None:
+        start = time.perf_counter()
+        self.step(f, self.y)
+        self.clock.sync()
+        row["first call s"] = time.perf_counter() - start
+        if self.exact is not None:
+            row["dX error"] = error(self.x.grad, self.exact[0])
+            row["dW error"] = error(self.w.grad, self.exact[1])
+            row["same bits"] = self.repeats_itself(f)
+        row["÷3"], row["ms"] = self.clock.ratio(lambda: self.step(f, self.y), self.products(3))
+
+    def measure_ignored(self, f: Loss, row: dict[str, Any]) -> None:
+        for column, run in (("of dense", self.step), ("fwd of dense", self.forward)):
+            row[column] = self.clock.ratio(lambda: run(f, self.y), lambda: run(f, self.dense))[0]  # noqa: B023
+
+    def beside_gradients(self, run: Callable[[], Any]) -> float | None:
+        """The peak of memory of what leaves dX and dW, in MiB, without these."""
+        self.no_gradients()
+        peak = peak_mib(run, self.device)
+        own = (self.x.numel() + self.w.numel()) * self.x.element_size() / 2**20
+        return None if peak is None else peak - own
 
 
 def measurements(shapes: list[tuple[int, int, int]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -326,34 +359,33 @@ def main() -> int:
         "--tf32", action="store_true", help="let PyTorch multiply float32 in TF32, the bare products too"
     )
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the labels that are ignored")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a turn, about; long ones leave the card at "
-                        "the clock that its power allows for long")  # fmt: skip
+    add_repeats(parser)
+    parser.add_argument("--seconds", type=seconds, default=SECONDS, help="of a turn, about; long ones leave the card "
+                        "at the clock that its power allows for long (default %(default)s)")  # fmt: skip
     parser.add_argument("--errors", action="store_true", help="also compare the gradients with float64, and with those "
                         "of nine more steps")  # fmt: skip
     parser.add_argument("--per-row", action="store_true", help="also time the gradients of per-row losses")
     parser.add_argument("--host", action="store_true", help="also time the host, with a busy device (CUDA only)")
     parser.add_argument("--options", action="store_true", help="also time fxfuse with a softcap, a scale, a bias, "
                         "class weights and label smoothing, each over the plain loss")  # fmt: skip
-    parser.add_argument("--only", nargs="+", action="extend", metavar="NAME", choices=list(implementations()),
-                        help="measure these implementations only")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    known = implementations()
+    parser.add_argument("--only", nargs="+", action="extend", metavar="NAME", choices=list(known),
+                        help="measure these only, of: " + "; ".join(known))  # fmt: skip
+    add_json(parser)
     args = parser.parse_args()
     shapes = args.shape or list(SHAPES.values())
     if not 0 <= args.ignored < 1:
         parser.error("--ignored: a fraction from 0 to below 1 is needed")
-    if args.host and not args.device.startswith("cuda"):
+    if args.host and not on_gpu(args.device):
         parser.error("--host: a CUDA device is needed")
     if args.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
-    count = len(args.only or implementations())
+    count = len(set(args.only or known))
     conditions = {**about(args.device, args.dtype), "ignored": args.ignored, "seconds of a turn": args.seconds}
     results: list[dict[str, Any]] = []
     for row in tqdm(measurements(shapes, args), total=len(shapes) * count, file=sys.stderr, unit="run"):
         results.append(row)
-        if args.json:  # each time: what has been measured should not be lost
-            with open(args.json, "w") as file:
-                json.dump({**conditions, "results": results}, file, indent=1)
+        write(args.json, conditions, results)
     print(f"{told(conditions)}, mean cross entropy, {args.ignored:.0%} ignored")
     print(tabulate(results, headers="keys", floatfmt=".3g"))
     return 0

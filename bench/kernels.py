@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conditions import SHAPES, about, told
+from conditions import SHAPES, about, add_json, add_repeats, seconds, sizes, told, write
 from head import SECONDS, Clock
 from tabulate import tabulate
 from tqdm import tqdm
@@ -129,23 +128,24 @@ def measurements(shapes: list[tuple[int, int, int]], clock: Clock) -> Iterator[d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     many = [name for name, shape in SHAPES.items() if shape[0] > 64]
-    parser.add_argument("--shape", action="append", choices=many, help="all of them unless given; may be repeated")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a turn, about")
-    parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    parser.add_argument("--shape", type=sizes, action="append", metavar="NxDxV", help="rows x hidden x vocabulary, or "
+                        "a name: " + ", ".join(many))  # fmt: skip
+    add_repeats(parser)
+    parser.add_argument("--seconds", type=seconds, default=SECONDS, help="of a turn, about (default %(default)s)")
+    add_json(parser)
     args = parser.parse_args()
     example = torch.empty(0, 16, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
     if not (example.is_cuda and tiles.has_descriptors(example)):
         parser.error("a GPU of compute capability 9.0 or 10.0 is needed")
-    shapes = [SHAPES[name] for name in args.shape or many]
+    shapes = args.shape or [SHAPES[name] for name in many]
+    if any(rows <= 64 for rows, _, _ in shapes):
+        parser.error("--shape: more than 64 rows are needed")
     clock = Clock(torch.device("cuda"), args.repeats, args.seconds)
     conditions = about("cuda", "bfloat16")
     results: list[dict[str, Any]] = []
     for row in tqdm(measurements(shapes, clock), total=len(shapes), file=sys.stderr, unit="shape"):
         results.append(row)
-        if args.json:  # each time: what has been measured should not be lost
-            with open(args.json, "w") as file:
-                json.dump({**conditions, "results": results}, file, indent=1)
+        write(args.json, conditions, results)
     print(f"{told(conditions)}: time over the bare product's")
     print(tabulate(results, headers="keys", floatfmt=".3f"))
     return 0

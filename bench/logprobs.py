@@ -10,12 +10,11 @@ Both without gradients. Memory is the peak above the operands.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 import torch
-from conditions import about, add_machine, told
+from conditions import about, add_json, add_machine, add_repeats, positive, told, write
 from head import Clock, peak_mib
 from tabulate import tabulate
 from tqdm import tqdm
@@ -46,34 +45,33 @@ def measure(rows: int, hidden: int, vocab: int, args: argparse.Namespace) -> dic
     with torch.no_grad():
         for name, f in (("fused", fused), ("naive", naive)):
             try:
-                row[f"{name} MiB"] = peak_mib(lambda f=f: f(x, w, y))
-                row[f"{name} ÷1"], row[f"{name} ms"] = clock.ratio(lambda f=f: f(x, w, y), lambda: x @ w.t())
+                peak = peak_mib(lambda f=f: f(x, w, y), device)
+                ratio, time = clock.ratio(lambda f=f: f(x, w, y), lambda: x @ w.t())
             except torch.OutOfMemoryError:
-                row[f"{name} ms"] = None
-    if row["naive ms"] is not None:
+                peak = ratio = time = None
+            row |= {f"{name} MiB": peak, f"{name} ÷1": ratio, f"{name} ms": time}
+    if row["fused ms"] is not None and row["naive ms"] is not None:
         row["largest difference"] = float((fused(x, w, y) - naive(x, w, y)).abs().max())
     return row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=HIDDEN)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="with the vocabulary at 131072")
-    parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES, help="with 4096 rows")
+    parser.add_argument("--hidden", type=positive, default=HIDDEN, help="hidden units (default %(default)s)")
+    parser.add_argument("--rows", type=positive, nargs="+", default=ROWS, help="with the vocabulary at 131072")
+    parser.add_argument("--vocab", type=positive, nargs="+", default=VOCABULARIES, help="with 4096 rows")
     add_machine(parser)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    add_repeats(parser)
+    add_json(parser)
     args = parser.parse_args()
     sizes = [("rows", rows, 131072) for rows in args.rows] + [("vocab", 4096, vocab) for vocab in args.vocab]
-    results = []
+    conditions = about(args.device, args.dtype)
+    results: list[dict[str, Any]] = []
     for over, rows, vocab in tqdm(sizes, file=sys.stderr, unit="size"):
         results.append({"over": over, **measure(rows, args.hidden, vocab, args)})
-    conditions = about(args.device, args.dtype)
+        write(args.json, conditions, results)
     print(f"{told(conditions)}, log-probabilities without gradients")
     print(tabulate(results, headers="keys", floatfmt=".3g"))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({**conditions, "results": results}, file, indent=1)
     return 0
 
 

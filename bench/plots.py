@@ -17,14 +17,31 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from train_step import largest
 
-COLOURS = {"fxfuse": "#c0392b", "fused": "#c0392b", "inductor": "#2c3e50", "eager": "#7f8c8d", "naive": "#7f8c8d"}
+COLOURS = {
+    **{"fxfuse": "#c0392b", "fused": "#c0392b", "inductor": "#2c3e50", "eager": "#7f8c8d", "naive": "#7f8c8d"},
+    **{"Cut Cross-Entropy": "#2980b9", "Liger-Kernel": "#27ae60", "fxfuse in 256 MiB": "#e59866"},
+}
 MARKERS = "osD^vP*X"
+LEAST_GIB = 2**-10
+
+
+class NothingToDraw(Exception):
+    """Results have nothing that a plot of their kind shows."""
 
 
 def head(data: dict[str, Any], to: Path) -> None:
-    """Time over the bare products against extra memory: one panel a shape, one point an implementation."""
-    results = [row for row in data["results"] if isinstance(row["÷3"], float) and row.get("extra") is not None]
-    shapes = list(dict.fromkeys(row["shape"] for row in results if int(row["shape"].split("×")[0]) > 1))
+    """Time over the bare products against extra memory: one panel a shape, one point an implementation.
+
+    What takes less than ``LEAST_GIB`` is drawn there, as the axis is logarithmic.
+    """
+    results = [
+        row
+        for row in data["results"]
+        if isinstance(row["÷3"], float) and isinstance(row["extra"], float) and not row["shape"].startswith("1×")
+    ]
+    shapes = list(dict.fromkeys(row["shape"] for row in results))
+    if not shapes:
+        raise NothingToDraw("no shape of several rows with both time and memory")
     lines, columns = -(-len(shapes) // 3), min(3, len(shapes))
     figure, axes = plt.subplots(lines, columns, figsize=(3.3 * columns, 2.9 * lines + 0.8), squeeze=False)
     names = list(dict.fromkeys(row["implementation"] for row in results))
@@ -34,7 +51,7 @@ def head(data: dict[str, Any], to: Path) -> None:
         for row in (r for r in results if r["shape"] == shape):
             name = row["implementation"]
             axis.scatter(
-                max(row["extra"], 1) / 1024, row["÷3"], s=55, label=name, zorder=3,
+                max(row["extra"] / 1024, LEAST_GIB), row["÷3"], s=55, label=name, zorder=3,
                 color=COLOURS.get(name), marker=MARKERS[names.index(name) % len(MARKERS)],
             )  # fmt: skip
         axis.axhline(1, color="#bbbbbb", linewidth=1, zorder=1)
@@ -45,8 +62,12 @@ def head(data: dict[str, Any], to: Path) -> None:
         axis.title.set_fontsize(9)
     for line in axes:
         line[0].set_ylabel("time over three products")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=9)
+    found = {
+        label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        [found[name] for name in names], names, loc="lower center", ncol=len(names), frameon=False, fontsize=9
+    )
     figure.suptitle(f"Loss and gradients of one head, {data['dtype']}, {data['device']}: down and left is better")
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(to, dpi=150)
@@ -64,7 +85,7 @@ def logprobs(data: dict[str, Any], to: Path) -> None:
             for name in ("fused", "naive"):
                 points = [(r[key], r[f"{name} {quantity}"]) for r in rows if r.get(f"{name} {quantity}") is not None]
                 axis.plot(*zip(*points, strict=True), marker="o", label=name, color=COLOURS[name])
-            axis.set(xscale="log", yscale="log", xlabel=label, ylabel="time, ms" if line == 0 else "peak memory, MiB")
+            axis.set(yscale="log", xlabel=label, ylabel="time, ms" if line == 0 else "peak memory, MiB")
             axis.set_xscale("log", base=2)
             axis.grid(alpha=0.3)
         axes[0][column].set_title(f"hidden {rows[0]['hidden']}, {fixed}", fontsize=9)
@@ -77,8 +98,8 @@ def logprobs(data: dict[str, Any], to: Path) -> None:
 
 def step(data: dict[str, Any], to: Path) -> None:
     """Tokens a second and peak memory over the batch, and the largest batch that fits, where that was looked for."""
-    names = list(dict.fromkeys(row["implementation"] for row in data["rows"]))
-    of = {name: [row for row in data["rows"] if row["implementation"] == name] for name in names}
+    names = list(dict.fromkeys(row["implementation"] for row in data["results"]))
+    of = {name: [row for row in data["results"] if row["implementation"] == name] for name in names}
     most = {name: found for name in names if (found := largest(of[name])) is not None}
     figure, axes = plt.subplots(1, 3 if most else 2, figsize=(11 if most else 8, 3.6))
     for i, name in enumerate(names):
@@ -113,7 +134,11 @@ def main() -> int:
     drawn = 0
     for kind, draw in (("head", head), ("logprobs", logprobs), ("step", step)):
         for file in sorted(args.folder.glob(f"{kind}-*.json")):
-            draw(json.loads(file.read_text()), file.with_suffix(".png"))
+            try:
+                draw(json.loads(file.read_text()), file.with_suffix(".png"))
+            except NothingToDraw as why:
+                print(f"{file}: {why}", file=sys.stderr)
+                continue
             print(file.with_suffix(".png"))
             drawn += 1
     if not drawn:

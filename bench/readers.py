@@ -11,16 +11,14 @@ is the peak of memory above the operands, in MiB, gradients included.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conditions import SHAPES, about, add_machine, sizes
+from conditions import SHAPES, about, add_json, add_machine, add_repeats, sizes, told, write
 from head import Clock, peak_mib
 from tabulate import tabulate
 from tqdm import tqdm
@@ -36,7 +34,7 @@ def policy(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.
 
 
 def masked(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, *_: Any) -> torch.Tensor:
-    """A loss without some classes, over a temperature for each row."""
+    """A loss without some classes, over a temperature for each row; a quarter of the labels is ignored with these."""
     t = 1 + y.remainder(3)[:, None].to(x.dtype)
     return F.cross_entropy((F.linear(x, w) / t).float().masked_fill(mask, -torch.inf), torch.where(mask[y], -100, y))
 
@@ -144,7 +142,7 @@ def measure(name: str, rows: int, hidden: int, vocab: int, args: argparse.Namesp
         row: dict[str, Any] = {"program": name, "shape": f"{rows}×{hidden}×{vocab}", "compiler": compiler}
         try:
             row["÷1"], row["ms"] = clock.ratio(step, product)
-            row["extra"] = peak_mib(step)
+            row["extra"] = peak_mib(step, device)
         except torch.OutOfMemoryError:
             row["÷1"], row["ms"], row["extra"] = None, None, None
         found.append(row)
@@ -156,18 +154,19 @@ def main() -> int:
     parser.add_argument("--shape", type=sizes, default="8192x4096x128256", metavar="NxDxV", help="rows x hidden x "
                         "vocabulary, or a name: " + ", ".join(SHAPES))  # fmt: skip
     add_machine(parser)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=PROGRAMS, nargs="+", action="extend")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_repeats(parser)
+    parser.add_argument("--only", choices=PROGRAMS, nargs="+", action="extend", metavar="NAME",
+                        help="measure these only, of: " + "; ".join(PROGRAMS))  # fmt: skip
+    add_json(parser)
     args = parser.parse_args()
+    conditions = about(args.device, args.dtype)
     results: list[dict[str, Any]] = []
     for name in tqdm(args.only or PROGRAMS, unit="program"):
         results += measure(name, *args.shape, args)
+        write(args.json, conditions, results)
+    print(f"{told(conditions)}, {results[0]['shape']}")
     columns = ("program", "compiler", "÷1", "ms", "extra")
     print(tabulate([[r[c] for c in columns] for r in results], columns, floatfmt=("", "", ".2f", ".2f", ".0f")))
-    if args.json is not None:
-        conditions = about(args.device, args.dtype)
-        args.json.write_text(json.dumps({**conditions, "results": results}, indent=1, ensure_ascii=False) + "\n")
     return 0
 
 

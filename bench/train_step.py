@@ -10,16 +10,15 @@ of transformers (its default sizes; nothing is downloaded), or what ``AutoConfig
 
 Each implementation runs in a process of its own. ``tok/s`` is of the median step after two that warm up, and
 ``spread`` the range over the median; ``first s`` the first step, compilation included; ``GiB`` the peak of allocated
-memory, weights and optimizer included; the loss of the last step shows that all compute the same (but for dropout).
-With --largest, batches are tried until the largest that fits is known to one part in 16: it ran, and that much more
-did not.
+memory, weights and optimizer included (on a CPU, of the whole process); the loss of the last step shows that all
+compute the same (but for dropout). With --largest, batches are tried until the largest that fits is known to one part
+in 16: it ran, and that much more did not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import gc
 import importlib.util
 import json
@@ -28,17 +27,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from conditions import about, add_machine, told
+from conditions import about, add_json, add_machine, device, on_gpu, positive, told, write
 from tabulate import tabulate
 from tqdm import tqdm
 
 from fxfuse.report.memory import reset_resident_peak, resident_bytes
 
-# Sizes as published in the models' own configurations.
+# Sizes as published in the models' own configurations, but for how many positions there may be.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {
         "type": "llama",
@@ -102,18 +100,26 @@ def installed() -> list[str]:
     return [name for name in IMPLEMENTATIONS if not (no_liger and name.startswith("Liger"))]
 
 
-@functools.cache
-def config(name: str, sizes: tuple[str, ...]) -> Any:
-    import transformers
+def setting(text: str) -> tuple[str, Any]:
+    """``KEY=VALUE``: the value as JSON, or a string if it is none."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
-    given = {key: json.loads(value) for key, _, value in (item.partition("=") for item in sizes)}
+
+def config(name: str, settings: list[tuple[str, Any]]) -> Any:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     known = dict(MODELS.get(name, {}))
     kind = known.pop("type", name)
-    try:
-        made = transformers.AutoConfig.for_model(kind, **{**known, **given})
-    except ValueError:
-        made = transformers.AutoConfig.from_pretrained(name, **given)
-    return made
+    if kind in CONFIG_MAPPING:
+        return transformers.AutoConfig.for_model(kind, **{**known, **dict(settings)})
+    return transformers.AutoConfig.from_pretrained(name, **dict(settings))
 
 
 def make(args: argparse.Namespace) -> torch.nn.Module:
@@ -123,15 +129,10 @@ def make(args: argparse.Namespace) -> torch.nn.Module:
     torch.manual_seed(0)
     with torch.device(args.device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config(args.model, tuple(args.set)), dtype=getattr(torch, args.dtype)
+            config(args.model, args.set), dtype=getattr(torch, args.dtype)
         )
     model.config.use_cache = False
     return model.train()
-
-
-def sync(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def measure(name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def measure(name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     torch._dynamo.reset()
     gc.collect()
     row: dict[str, Any] = {"implementation": name, "batch": batch, "tok/s": None}
-    if args.device == "cuda":
+    if on_gpu(args.device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -151,8 +152,8 @@ def measure(name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
         row["spread"] = round((max(times[WARM_UP:]) - min(times[WARM_UP:])) / median, 3)
         row["first s"] = round(times[0], 1)
         row["loss"] = round(loss, 4)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else resident_bytes("VmHWM") / 2**30
-        row["GiB"] = round(peak, 1)
+        peak = torch.cuda.max_memory_allocated() if on_gpu(args.device) else resident_bytes("VmHWM")
+        row["GiB"] = round(peak / 2**30, 1)
     return row
 
 
@@ -171,7 +172,8 @@ def steps(name: str, batch: int, args: argparse.Namespace) -> tuple[list[float],
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        sync(args.device)
+        if on_gpu(args.device):
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return times, float(out.loss.detach())
 
@@ -227,19 +229,20 @@ def finest(batch: int) -> int:
 
 def work(name: str, args: argparse.Namespace, results: Any) -> None:
     """Measure one implementation, in a process of its own: Liger-Kernel patches modules for good."""
+    device(args.device)  # the current one of this process
     for row in rows(name, args):
         results.put(row)
     results.put(None)
 
 
-def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every row, as it comes."""
+def measured(args: argparse.Namespace, died: list[str]) -> Iterator[dict[str, Any]]:
+    """Every row, as it comes; what is to be said of a process that ended before its time is added to ``died``."""
     context = multiprocessing.get_context("spawn")
     for name in args.only:
         results = context.SimpleQueue()
         process = context.Process(target=work, args=(name, args, results))
         process.start()
-        while not (died := results.empty() and not process.is_alive()):
+        while not (ended := results.empty() and not process.is_alive()):
             if results.empty():
                 time.sleep(0.1)
             elif (row := results.get()) is None:
@@ -247,33 +250,34 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             else:
                 yield row
         process.join()
-        if died:
-            print(f"{name} ended with exit status {process.exitcode}", file=sys.stderr)
+        if ended:
+            died.append(f"{name} ended with exit status {process.exitcode}")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.2-1b", help=f"{', '.join(MODELS)}, or see above")
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="sizes of the model, as in its config"
-    )
-    parser.add_argument("--batch", type=int, nargs="+", default=[8, 16, 32])
+        "--set", type=setting, nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+        help="sizes of the model, as in its config",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=positive, nargs="+", default=[8, 16, 32], help="(default %(default)s)")
     parser.add_argument("--largest", action="store_true", help="find the largest batch that fits, too (on a GPU)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
-    parser.add_argument("--steps", type=int, default=6, help="steps that are measured")
+    parser.add_argument("--length", type=positive, default=2048, help="tokens a sequence (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=6, help="steps that are measured (default %(default)s)")
     add_machine(parser)
-    parser.add_argument("--only", nargs="+", action="extend", choices=IMPLEMENTATIONS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as they come")
+    parser.add_argument("--only", nargs="+", action="extend", metavar="NAME", choices=IMPLEMENTATIONS,
+                        help="measure these only, of: " + "; ".join(IMPLEMENTATIONS))  # fmt: skip
+    add_json(parser)
     args = parser.parse_args()
     args.only = args.only or installed()
-    if args.largest and args.device != "cuda":
+    if args.largest and not on_gpu(args.device):
         parser.error("--largest needs a GPU: memory of a CPU does not end at once")
-    if min(args.batch) < 1 or args.length < 1 or args.steps < 1:
-        parser.error("--batch, --length and --steps must be at least 1")
     try:
-        longest = getattr(config(args.model, tuple(args.set)).get_text_config(), "max_position_embeddings", args.length)
-    except (OSError, ValueError) as error:
-        parser.error(f"--model {args.model}: {str(error).splitlines()[0]}")
+        longest = getattr(config(args.model, args.set).get_text_config(), "max_position_embeddings", args.length)
+    except Exception as error:  # transformers' configurations raise errors of many kinds
+        what = "".join(f" --set {key}={json.dumps(value)}" for key, value in args.set)
+        parser.error(f"--model {args.model}{what}: {' '.join(str(error).split())}")
     if args.length > longest:
         parser.error(f"--length: {args.model} has {longest} positions")
     return args
@@ -283,14 +287,14 @@ def main() -> int:
     args = parse()
     conditions = {**about(args.device, args.dtype), "model": args.model}
     found: list[dict[str, Any]] = []
+    died: list[str] = []
     with tqdm(total=len(args.only) * len(args.batch), desc="batches", unit="batch") as bar:
-        for row in measured(args):
+        for row in measured(args, died):
             found.append(row)
             bar.total = max(bar.total, len(found))
             bar.set_postfix_str(f"{row['implementation']}, batch {row['batch']}")
             bar.update()
-            if args.json:
-                args.json.write_text(json.dumps({**conditions, "rows": found}, indent=1))
+            write(args.json, conditions, found)
     print(f"{args.model}, {args.length} tokens a sequence, {told(conditions)}\n")
     found.sort(key=lambda row: (row["batch"], args.only.index(row["implementation"])))
     print(tabulate([{**row, "tok/s": row["tok/s"] or "out of memory"} for row in found], headers="keys"))
@@ -298,7 +302,9 @@ def main() -> int:
         print("\nlargest batch that fits")
         of = {name: [row for row in found if row["implementation"] == name] for name in args.only}
         print(tabulate([[name, largest(its)] for name, its in of.items()], missingval="not found"))
-    return 0 if found else 1
+    for said in died:
+        print(said, file=sys.stderr)
+    return 1 if died else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import argparse
 import json
 import math
 import re
@@ -266,12 +267,47 @@ def test_score_text_refuses_a_model_that_is_not_there(
     assert "cannot load a model from" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["head.py", "readers.py"])
-@pytest.mark.parametrize("given", [["--shape", "512x256"], ["--shape", "0x8x8"], ["--dtype", "flo32"]])
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        ("head.py", ["--shape", "512x256"]),
+        ("head.py", ["--repeats", "0"]),
+        ("head.py", ["--json", "no/such/folder.json"]),
+        ("readers.py", ["--shape", "0x8x8"]),
+        ("logprobs.py", ["--dtype", "flo32"]),
+        ("analysis.py", ["--device", "cuda:99"]),
+        ("kernels.py", ["--seconds", "-1"]),
+        ("train_step.py", ["--set", "n_layer"]),
+    ],
+)
 def test_benchmarks_refuse_what_they_cannot_measure(script: str, given: list[str]) -> None:
     done = subprocess.run([sys.executable, str(BENCH / script), *given], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"argument {given[0]}: " in done.stderr and given[1] in done.stderr
+
+
+def test_what_a_peer_refuses_costs_no_other_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    import head
+
+    args = argparse.Namespace(
+        device="cpu", dtype="float32", repeats=1, seconds=1e-3, errors=False, ignored=0.0, per_row=True, host=False,
+        options=False,
+    )  # fmt: skip
+
+    def peer(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients\nalone")
+        return head.plain(x, w, y, reduction)
+
+    case = head.Case((20, 16, 40), args)
+    row = case.measure("eager", peer)
+    assert row["÷3"] > 0 and row["rows ÷4"] > 0 and row["fwd ÷1"] == row["fwd extra"] == "ValueError"
+    assert "eager, 20×16×40, fwd ÷1: ValueError: gradients\n" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="gradients"):
+        case.measure("fxfuse", peer)
 
 
 @pytest.mark.slow

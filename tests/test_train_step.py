@@ -80,7 +80,7 @@ def test_it_measures_and_writes(tmp_path: Path) -> None:
     small = ["--batch", "2", "--length", "16", "--steps", "1", "--dtype", "float32", "--json", str(file)]
     done = run("--model", "gpt2", "--set", *sizes, *small, "--only", "eager", "--only", "fxfuse")
     assert done.returncode == 0, done.stderr
-    rows = json.loads(file.read_text())["rows"]
+    rows = json.loads(file.read_text())["results"]
     assert [row["implementation"] for row in rows] == ["eager", "fxfuse"]
     assert abs(rows[0]["loss"] - rows[1]["loss"]) < 1e-3 and all(row["tok/s"] > 0 for row in rows)
     assert "fxfuse" in done.stdout and "tok/s" in done.stdout
@@ -92,7 +92,9 @@ def test_it_measures_and_writes(tmp_path: Path) -> None:
     [
         (["--largest"], "needs a GPU"),
         (["--model", "gpt2", "--length", "4096"], "1024 positions"),
-        (["--batch", "0"], "at least 1"),
+        (["--batch", "0"], "argument --batch: invalid positive value: '0'"),
+        (["--model", "gpt2", "--set", "n_layer"], "'n_layer' is not KEY=VALUE"),
+        (["--set", "num_attention_heads=3"], "--set num_attention_heads=3: "),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str) -> None:
