@@ -64,7 +64,7 @@ def device(text: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be used here: {str(error).splitlines()[0]}") from error
     if on_gpu(text):
-        torch.cuda.set_device(text)
+        torch.cuda.set_device(torch.empty(0, device=text).device)
     elif torch.device(text).type != "cpu":
         raise argparse.ArgumentTypeError(f"{text}: nothing here measures such a device")
     return text
