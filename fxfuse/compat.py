@@ -375,6 +375,11 @@ def forbid_data_access(wrapper: Tensor) -> None:
     torch._C._set_throw_on_mutable_data_ptr(wrapper)
 
 
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, where no transform of ``torch.func`` is active: it does not look for what is left of one."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def schemas(target: Any) -> list[Any] | None:
     """The schemas of an operator, or None for anything else."""
     if isinstance(target, torch._ops.OpOverloadPacket):

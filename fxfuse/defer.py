@@ -115,7 +115,7 @@ def defer(
         if value.requires_grad:
             trained = Trained(head)
             operands.trained_by(trained)
-            made = _Projection.apply(head.input, head.weight, head.bias, (value, strides, origin, trained))
+            made = compat.applied(_Projection, head.input, head.weight, head.bias, (value, strides, origin, trained))
         else:
             made = _made(value, strides, origin, head.input.device)
     with compat.no_torch_function():

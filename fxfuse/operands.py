@@ -82,7 +82,8 @@ def _is_gone(tensor: Tensor) -> bool:
 
 def _sample(tensor: Tensor) -> Tensor:
     """A copy of some of its elements."""
-    return torch.as_strided_copy(tensor.detach(), *_where_sampled(tensor.shape, tensor.stride()))
+    without_gradient = tensor.detach() if tensor.requires_grad else tensor
+    return torch.as_strided_copy(without_gradient, *_where_sampled(tensor.shape, tensor.stride()))
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,15 +173,17 @@ class Operands:
         """
         self._on_copy = on_copy
         self._where = where
-        operands = _operands_of(head)
+        input = head.input.detach()  # which has its version
+        operands = {**_operands_of(head), "input": input}
         # Logits would keep all of the memory that hidden states of a few tokens are a part of.
-        copied = exposed or head.input.untyped_storage().nbytes() > 2 * head.input.nbytes
+        copied = exposed or input.untyped_storage().nbytes() > 2 * input.nbytes
         # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
         self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
         self._copies = dict(self._exposed)
         self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in operands.items()}
-        self._originals = {**operands, "input": head.input.detach(), **self._exposed}
-        self.head = head.of(**_cut_off(self._originals))
+        self._originals = {**operands, **self._exposed}
+        others = {name: t for name, t in operands.items() if name != "input" and name not in self._exposed}
+        self.head = head.of(**{"input": input, **self._exposed, **_cut_off(others)})
         self._trained: weakref.ref[Trained] | None = None
         self._logits: weakref.ref[Any] | None = None
         self._user: weakref.ref[Any] | None = None
