@@ -97,8 +97,11 @@ class Analysis:
         values = [self._values[n] for n in node.all_input_nodes if n in self._values]
         if node.op == "output":
             self._returned(node)
-        elif len(values) == 1 and isinstance(values[0], ClassTensor) and _is_size_of(node, values[0]):
-            self._owner_of(values[0]).sizes.append((node, values[0]))
+        elif len(values) == 1 and isinstance(values[0], ClassTensor) and (asked := _row_sizes(node, values[0])):
+            owner = self._owner_of(values[0])
+            owner.sizes += ((size, values[0], axis) for size, axis in asked)
+            if node not in dict(asked):
+                owner.derived += (node, *(user for user in node.users if not user.users))
         elif len(values) == 1 and _is_unused_question(node):
             self._owner_of(values[0]).derived += (node, *node.users)
         elif values:
@@ -494,10 +497,25 @@ def _is_expanded(node: Node) -> bool:
     return any(compat.same(stride, 0) and not compat.same(size, 1) for size, stride in sizes)
 
 
-def _is_size_of(node: Node, value: ClassTensor) -> bool:
-    """Whether a node is a number of rows of ``value``, which Dynamo asks for where a mask has selected them."""
-    rows = [axis for axis in range(len(value.shape)) if axis != value.class_dim]
-    return node.target is torch.ops.aten.sym_size.int and node.args[1] in rows
+def _row_sizes(node: Node, value: ClassTensor) -> list[tuple[Node, int]]:
+    """The numbers of rows of ``value`` that a node is, or that the program takes of it, each with its axis.
+
+    Dynamo asks for them where a mask has selected rows, and where ``linspace``, say, is given a symbolic one. None are
+    found if anything else is asked for too.
+    """
+    if node.target is torch.ops.aten.sym_size.int:
+        asked = [(node, node.args[1])]
+    elif node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs:
+        if any(user.target is not operator.getitem for user in node.users):
+            return []
+        asked = [(user, user.args[1]) for user in node.users if user.users]
+    else:
+        return []
+    axes = range(len(value.shape))
+    if any(axis not in (*axes, *(i - len(axes) for i in axes)) for _, axis in asked):
+        return []
+    found = [(size, int(axis) % len(axes)) for size, axis in asked]  # type: ignore[arg-type]
+    return [] if any(axis == value.class_dim for _, axis in found) else found
 
 
 def _is_unused_question(node: Node) -> bool:

@@ -36,7 +36,7 @@ class Candidate:
         shown: returned from the graph, or read by something that also reads other things than logits.
         trail: the functions that the logits went through, the longest way, for the report.
         class_sizes: V, and those of selections of classes.
-        sizes: nodes that return how many rows there are, with what they ask.
+        sizes: nodes that return how many rows there are, with what they ask, and along which axis.
         rows: of all projections, as far as is known.
         source: hidden units of what its hidden states are a projection of, if nothing lies between: an adapter of low
             rank, or a head that is factored.
@@ -57,7 +57,7 @@ class Candidate:
     shown: bool = False
     trail: tuple[str, ...] = ()
     class_sizes: list[Any] = field(default_factory=list)
-    sizes: list[tuple[Node, ClassTensor]] = field(default_factory=list)
+    sizes: list[tuple[Node, ClassTensor, int]] = field(default_factory=list)
     rows: int = 0
     source: Any = 0
     inner: bool = False

@@ -628,31 +628,33 @@ def change_in_inductor(
     """Let ``inner``, if it is Inductor, ``change`` each graph that AOTAutograd is done with; see also ``_writable``.
 
     Of ``nested`` graphs it is not known which inputs may be written to. Backwards are compiled when they are first
-    called, when ``cache_key`` is over: ``tag`` is in the key of Inductor's cache for all. A program that has set a pass
-    for that moment keeps its own.
+    called, when ``cache_key`` is over: ``tag``, and what makes inputs writable, are in the key of Inductor's cache for
+    all. A program that has set a pass for that moment keeps its own.
     """
     if not isinstance(inner, torch._TorchCompileInductorWrapper):
         return
+    from torch._functorch.config import donated_buffer
     from torch._inductor import config
 
     def changed(graph: Graph) -> None:
         change(graph, set() if nested else _writable(graph))
 
     if config.post_grad_custom_post_pass is None:
-        inner.config.setdefault("post_grad_custom_post_pass", _graph_pass(changed, tag))
+        inner.config.setdefault("post_grad_custom_post_pass", _graph_pass(changed, f"{tag}, {donated_buffer=}"))
 
 
 def _writable(graph: Graph) -> set[Node]:
     """Inputs that Inductor may write to: AOTAutograd saved them for this backward alone, and runs it but once.
 
-    Empty for graphs without a backward, and where CUDA graphs are wanted, as Inductor makes none of what writes to an
-    input.
+    Empty for graphs without a backward; where CUDA graphs are wanted, as Inductor makes none of what writes to an
+    input; and where PyTorch looks for the smallest program that fails: what it knows of inputs is another graph's then.
     """
+    from torch._dynamo.config import repro_after
     from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs
 
     inputs = list(graph.find_nodes(op="placeholder"))
-    if config.triton.cudagraphs or not is_joint(graph):
+    if config.triton.cudagraphs or repro_after or not is_joint(graph):
         return set()
     return {inputs[at] for at in get_donated_idxs() or ()}
 

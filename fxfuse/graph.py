@@ -227,9 +227,9 @@ class _Rewriting:
             self._swaps += zip((node for node, _ in one.readers), results, strict=True)
             if variant != BESIDE:
                 self.passes.setdefault(candidate, []).append((variant, one.of))
-        for node, value in candidate.sizes if candidate.kept is None else ():
+        for node, value, axis in candidate.sizes if candidate.kept is None else ():
             emit = _GraphEmit(planner.timeline, node, node, self._made)
-            self._swaps.append((node, emit(torch.ops.aten.sym_size.int, value.rows(emit), node.args[1])))
+            self._swaps.append((node, emit(torch.ops.aten.sym_size.int, value.rows(emit), axis)))
         self.made_for[candidate] = self._made[before:]
 
     def send_out(self, candidate: Candidate, told: Told, timeline: Timeline) -> None:

@@ -203,6 +203,22 @@ def test_gradients_are_scaled_where_they_are(device: str) -> None:
     assert scaled(loss, 3.0, graphs=True) == 0  # Inductor makes none of what writes to its inputs
 
 
+def test_a_backward_that_writes_to_what_was_saved_is_not_cached_for_programs_that_keep_their_graph(device: str) -> None:
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        for donated in (True, False):
+            torch._dynamo.reset()
+            s, e = World.make(torch.float32, device), World.make(torch.float32, device)
+            step = torch.compile(loss, backend="fxfuse", dynamic=False, options={"fxfuse.min_logits_bytes": 0})
+            with functorch_config.patch(donated_buffer=donated):
+                for run, world in ((step, s), (loss, e)):
+                    value = run(world) * 3.0
+                    for kept in (False,) if donated else (True, False):
+                        value.backward(retain_graph=kept)
+            torch.testing.assert_close([s.x.grad, s.w.grad], [e.x.grad, e.w.grad])
+
+
 class Centred(torch.nn.Module):
     """Activations from which buffers and an argument are taken, none of which eager needs for the backward."""
 

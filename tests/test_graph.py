@@ -1374,6 +1374,31 @@ def test_a_selection_of_classes_by_a_list_of_unknown_length() -> None:
         torch.testing.assert_close(f(torch.arange(length)), program(torch.arange(length)))
 
 
+@pytest.mark.parametrize("name", ["rows", "rows, from the end", "all rows", "a selection of rows"])
+def test_functions_that_are_given_the_number_of_rows(name: str) -> None:
+    """For which Dynamo leaves a question for all sizes in the graph, where these are symbols."""
+    torch._dynamo.reset()
+
+    def program(s: World) -> torch.Tensor:
+        z = s.z[:, 1:] if name == "a selection of rows" else s.z
+        if name == "all rows":
+            weights = torch.logspace(0, 1, z.shape[0])[:, None] * torch.linspace(0.5, 2, z.shape[1])
+        else:
+            weights = torch.linspace(0.5, 2, z.shape[-2 if "end" in name else 1])
+        return (z.logsumexp(-1) * weights).mean()
+
+    f = compiled(program, dynamic=True)
+    with new_sites() as sites:
+        actual, expected = World.make(), World.make()
+        for run, world in ((f, actual), (program, expected)):
+            world.loss = run(world)
+            world.loss.backward()
+        torch.testing.assert_close(actual.loss, expected.loss)
+        torch.testing.assert_close(actual.x.grad, expected.x.grad)
+        torch.testing.assert_close(actual.w.grad, expected.w.grad)
+    assert {site.status for site in sites} == {"fused"}
+
+
 NUMBERS: dict[str, Callable[[World, float], torch.Tensor]] = {
     "softcap": lambda s, c: ce(torch.tanh(s.z / c) * c, s.y),
     "clamp": lambda s, c: ce(s.z.clamp(-c, c), s.y),
