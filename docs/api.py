@@ -52,11 +52,11 @@ def documented(thing: Any, name: str) -> str:
     return markdown(thing.__doc__)
 
 
-def signature(name: str, function: Callable[..., Any]) -> str:
-    """``name(…) -> …`` as Python, a parameter a line where one line is too short."""
+def signature(name: str, function: Callable[..., Any], skipped: int = 0) -> str:
+    """``name(…) -> …`` as Python, without the first ``skipped`` parameters; one a line where one line is too short."""
     shown, star = [], False
     found = inspect.signature(function)
-    for p in found.parameters.values():
+    for p in list(found.parameters.values())[skipped:]:
         if p.kind is p.KEYWORD_ONLY and not star:
             shown.append("*")
         star |= p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
@@ -87,12 +87,11 @@ def of_class(name: str, kind: type) -> Iterator[str]:
         function = value.fget if isinstance(value, property) else value
         if member.startswith("_") or not inspect.isfunction(function):
             continue
-        line = signature(member, function).replace("(self, ", "(self").replace("(self", "(")
+        line = signature(member, function, skipped=1)
         if isinstance(value, property):
             line = line.replace("()", "", 1)
         yield f"#### `{line}`"
-        if function.__doc__:
-            yield markdown(function.__doc__)
+        yield documented(function, f"{name}.{member}")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -131,16 +130,8 @@ def reference() -> str:
     functions = ("linear_cross_entropy", "linear_log_probs", "linear_logsumexp")
     reports = ("explain", "summary", "sites", "reads")
     kinds = (
-        *(
-            records.Report,
-            records.GraphRecord,
-            records.Site,
-            records.Use,
-            records.Ending,
-            records.Measured,
-            records.Cost,
-        ),
-        *(records.Read, records.FusedRead),
+        *(records.Report, records.GraphRecord, records.Site, records.Projection, records.Use, records.Ending),
+        *(records.Measured, records.Cost, records.Read, records.FusedRead),
     )
     parts = [
         "# API reference",
@@ -149,7 +140,7 @@ def reference() -> str:
         "## The backend",
         *of_function("fxfuse.backend.fxfuse", backend.fxfuse),
         "### Options",
-        "`torch.compile(…, options={…})`; every other key is Inductor's.",
+        "`torch.compile(…, options={…})`; every other key is the inner backend's, so Inductor's by default.",
         of_options(),
         "## Functions",
         inspect.cleandoc(inspect.getmodule(fxfuse.linear_logsumexp).__doc__ or "").replace("``", "`"),

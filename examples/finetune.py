@@ -98,6 +98,7 @@ def fine_tune(
         report_to=[],
         seed=args.seed,
         use_cpu=args.device == "cpu",
+        bf16=args.device != "cpu" and torch.cuda.is_bf16_supported(),
     )
     trainer = Trainer(model=model, args=settings, train_dataset=train, eval_dataset=test)
     trainer.remove_callback(ProgressCallback)
@@ -117,7 +118,8 @@ def report(trainer: Trainer, train: list[Any], test: list[Any], losses: list[flo
     share, total = ignored(train), args.steps * args.batch * len(train[0]["labels"])
     print(
         f"\nOf the {total:,} rows of {args.steps} steps {share:.0%} are prompt or padding, with label {IGNORED}. "
-        "On a CPU, and on a GPU\nfrom Hopper on, fxfuse skips them: for these no logit and no gradient is computed."
+        "On a CPU, and in 16\nbits on a GPU of compute capability 9 or 10 (an H100, say), "
+        "fxfuse skips them: for these no logit and no gradient\nis computed."
     )
     if args.backend == "fxfuse":
         import fxfuse

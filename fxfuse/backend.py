@@ -40,7 +40,8 @@ def fxfuse(
         gm: the captured graph, rewritten in place.
         example_inputs: its inputs.
         mode: a mode of Inductor.
-        options: keys of ``fxfuse.options.Options`` with the prefix ``fxfuse.``; all others go to Inductor.
+        options: keys of ``fxfuse.options.Options`` with the prefix ``fxfuse.``; all others go to the inner backend,
+            Inductor if no other is said.
 
     Returns:
         What runs in the graph's place: same arguments and results, but for logits that leave it, which are

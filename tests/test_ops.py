@@ -893,6 +893,19 @@ def test_a_gradient_is_scaled_by_all_digits_of_its_factor(device: str, dtype: to
             torch.testing.assert_close(each, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("hip", "capability", "expected"),
+    [(None, (9, 0), True), (None, (8, 0), True), (None, (7, 5), False), ("6.4", (9, 4), False)],
+)
+def test_gpus_that_the_kernels_are_made_for(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, capability: tuple[int, int], expected: bool
+) -> None:
+    """Others compute with ATen: an AMD GPU's number is one that Hopper has."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ops.gpu.has_triton.__wrapped__(torch.device("cuda")) is expected
+
+
 # --- check_index ----------------------------------------------------------------------------------------------
 
 

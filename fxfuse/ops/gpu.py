@@ -17,10 +17,16 @@ from .contract import Operands, Upstream
 
 @functools.cache
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton is there and compiles for ``device``; a CPU stands for its interpreter."""
+    """Whether Triton is there and the kernels are made for ``device``; a CPU stands for Triton's interpreter.
+
+    They are for NVIDIA's GPUs: tiles and instructions are chosen by compute capability, and AMD's have numbers of that
+    kind too.
+    """
     if importlib.util.find_spec("triton") is None:
         return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_kernels(input: Tensor, weight: Tensor) -> bool:

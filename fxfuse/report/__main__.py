@@ -37,7 +37,7 @@ exit status:
   4  graphs were compiled, but none has a projection to a vocabulary
   5  no such file or module, or it cannot be read
   6  it is not Python: a syntax error
-  7  --check: a required head was not fused, or no head matches a pattern
+  7  --check: a required head was kept, or no head matches a pattern
   8  all of that is well, but the report could not be written
 After 2, 5 and 6 nothing was run, but for what importing FILE.py runs, and
 nothing is printed on standard output.

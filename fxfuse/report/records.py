@@ -291,6 +291,7 @@ class Report:
 
     @property
     def sites(self) -> tuple[Site, ...]:
+        """The heads of all graphs."""
         return tuple(site for graph in self.graphs for site in graph.sites)
 
     def __iter__(self) -> Iterator[Site]:
