@@ -8,7 +8,6 @@ of one training step without any cache.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import tabulate
 import torch
 import torch._inductor.utils
-from conditions import about, add_device, add_json, positive, told, write
+from conditions import about, add_device, add_json, argument_parser, positive, told, write
 from tqdm import tqdm
 
 from fxfuse import backend
@@ -67,7 +66,7 @@ def measure(layers: int, device: str) -> dict[str, float | int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--layers", type=positive, nargs="+", default=[8, 16, 32], metavar="N")
     add_device(parser)
     add_json(parser)

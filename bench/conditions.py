@@ -60,13 +60,17 @@ def seconds(text: str) -> float:
 def device(text: str) -> str:
     """A device that can be used here; a GPU becomes the current one, of which memory and time are measured."""
     try:
-        torch.empty(0, device=text)
+        kind = torch.device(text).type
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text} is no device of PyTorch's") from error
+    if kind not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text}: nothing here measures such a device")
+    try:
+        found = torch.empty(0, device=text)
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be used here: {str(error).splitlines()[0]}") from error
-    if on_gpu(text):
-        torch.cuda.set_device(torch.empty(0, device=text).device)
-    elif torch.device(text).type != "cpu":
-        raise argparse.ArgumentTypeError(f"{text}: nothing here measures such a device")
+    if found.is_cuda:
+        torch.cuda.set_device(found.device)
     return text
 
 
@@ -77,9 +81,17 @@ def on_gpu(device: str) -> bool:
 def results_file(text: str) -> Path:
     """A file that can be written to, which is known before anything is measured."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be written to: no such folder, or it is one")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: its folder does not exist")
     return path
+
+
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """One whose help shows the docstring as it is; arguments are given in full, so that ``command`` knows them."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=formatter, allow_abbrev=False)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -158,4 +170,6 @@ def told(conditions: dict[str, Any]) -> str:
 def write(path: Path | None, conditions: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """Write what has been measured so far, if there is a place for it: after each, so that it is not lost."""
     if path is not None:
-        path.write_text(json.dumps({**conditions, "results": results}, indent=1, ensure_ascii=False) + "\n")
+        path.write_text(
+            json.dumps({**conditions, "results": results}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )

@@ -31,7 +31,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conditions import SHAPES, about, add_json, add_machine, add_repeats, on_gpu, seconds, sizes, told, write
+from conditions import (
+    SHAPES,
+    about,
+    add_json,
+    add_machine,
+    add_repeats,
+    argument_parser,
+    on_gpu,
+    seconds,
+    sizes,
+    told,
+    write,
+)
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -177,6 +189,14 @@ def exact_gradients(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[
     return dx, dw
 
 
+def captured(run: Callable[[], Any]) -> Callable[[], None]:
+    """The same as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay  # type: ignore[no-any-return]
+
+
 def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return float((actual.double() - exact).norm() / exact.norm())
 
@@ -234,101 +254,96 @@ class Case:
         with torch.no_grad():
             f(self.hidden, self.w, labels)
 
-    def repeats_itself(self, f: Loss) -> bool:
+    def measure(self, name: str, f: Loss) -> dict[str, Any]:
+        """The row of the table. What fails says so in its column, and of a peer it does not end the rest."""
+        row: dict[str, Any] = {"shape": "×".join(map(str, self.shape)), "implementation": name}
+        torch._dynamo.reset()
+        for column, measured in self.parts(name, f):
+            try:
+                row |= measured()
+            except torch.OutOfMemoryError:
+                row[column] = "out of memory"
+            except Exception as failure:
+                if name == "fxfuse":
+                    raise
+                row[column] = type(failure).__name__
+                said = str(failure).strip().splitlines() or [""]
+                tqdm.write(f"{name}, {row['shape']}, {column}: {row[column]}: {said[0]}", file=sys.stderr)
+            finally:
+                self.no_gradients()
+        return row
+
+    def parts(self, name: str, f: Loss) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """The columns that are asked for, each with what measures it, and perhaps others beside it."""
+        step, loss = (lambda: self.step(f, self.y)), (lambda: self.forward(f, self.y))
+        yield "first call s", lambda: self.first_call(step)
+        if self.exact is not None:
+            yield "dX error", lambda: self.errors(step)
+        yield "÷3", lambda: self.over(step, self.products(3), "÷3", "ms")
+        yield "extra", lambda: {"extra": self.beside_gradients(step)}
+        yield "fwd ÷1", lambda: self.over(loss, self.products(1), "fwd ÷1", "fwd ms")
+        yield "fwd extra", lambda: {"fwd extra": peak_mib(loss, self.device)}
+        if self.args.ignored:
+            yield "of dense", lambda: self.over(step, lambda: self.step(f, self.dense), "of dense")
+            yield "fwd of dense", lambda: self.over(loss, lambda: self.forward(f, self.dense), "fwd of dense")
+        if self.args.per_row and name in ("eager", "inductor", "fxfuse"):
+            g = torch.randn(len(self.y), device=self.device) / len(self.y)
+            yield "rows ÷4", lambda: self.over(lambda: self.per_row(f, g), self.products(4), "rows ÷4")
+            yield "rows extra", lambda: {"rows extra": self.beside_gradients(lambda: self.per_row(f, g))}
+        if self.args.host:
+            yield "host µs", lambda: {"host µs": self.clock.host(step)}
+            yield "fwd host µs", lambda: {"fwd host µs": self.clock.host(loss)}
+        if self.args.options and name == "fxfuse":
+            yield from self.options(step, loss)
+        if self.shape[0] <= 16:
+            # The weight is read once; a copy reads and writes it.
+            copy, weight = torch.empty_like(self.w), self.w.detach()
+
+            def over_copy(run: Callable[[], Any], column: str) -> dict[str, Any]:
+                return {column: 0.5 / self.clock.ratio(run, lambda: copy.copy_(weight))[0]}
+
+            yield "fwd of copy bandwidth", lambda: over_copy(loss, "fwd of copy bandwidth")
+            if name == "fxfuse" and self.x.is_cuda:  # which waits for nothing, so it can be captured
+                yield "in a CUDA graph", lambda: over_copy(captured(loss), "in a CUDA graph")
+
+    def options(
+        self, step: Callable[[], Any], loss: Callable[[], Any]
+    ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        vocab = self.shape[2]
+        bias = torch.randn(vocab, device=self.w.device, dtype=self.w.dtype).requires_grad_()
+        for option, more in with_options(bias, torch.rand(vocab, device=self.w.device)).items():
+            its_step = functools.partial(self.step, fused(more), self.y, bias)
+            its_loss = functools.partial(self.forward, fused(more), self.y)
+            yield option, functools.partial(self.over, its_step, step, option)
+            yield f"fwd {option}", functools.partial(self.over, its_loss, loss, f"fwd {option}")
+
+    def over(
+        self, run: Callable[[], Any], base: Callable[[], Any], ratio: str, milliseconds: str | None = None
+    ) -> dict[str, Any]:
+        """The time of ``run`` over that of ``base`` as the column ``ratio``, and perhaps the time itself."""
+        times, ms = self.clock.ratio(run, base)
+        return {ratio: times} if milliseconds is None else {ratio: times, milliseconds: ms}
+
+    def first_call(self, step: Callable[[], Any]) -> dict[str, Any]:
+        start = time.perf_counter()
+        step()
+        self.clock.sync()
+        return {"first call s": time.perf_counter() - start}
+
+    def errors(self, step: Callable[[], Any]) -> dict[str, Any]:
+        assert self.exact is not None
+        step()
         first = self.x.grad, self.w.grad
+        errors = {f"{of} error": error(g, exact) for of, g, exact in zip(("dX", "dW"), first, self.exact, strict=True)}
+        return {**errors, "same bits": self.repeats_itself(step, first)}
+
+    def repeats_itself(self, step: Callable[[], Any], first: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        """Whether nine more steps give the same gradients."""
         for _ in range(9):
-            self.step(f, self.y)
+            step()
             if not (torch.equal(self.x.grad, first[0]) and torch.equal(self.w.grad, first[1])):
                 return False
         return True
-
-    def measure_options(self, f: Loss, row: dict[str, Any]) -> None:
-        vocab = self.shape[2]
-        bias = torch.randn(vocab, device=self.w.device, dtype=self.w.dtype).requires_grad_()
-        for option, loss in with_options(bias, torch.rand(vocab, device=self.w.device)).items():
-            more = fused(loss)
-            both = (lambda: self.step(more, self.y, bias)), lambda: self.step(f, self.y)  # noqa: B023
-            row[option] = self.clock.ratio(*both)[0]
-            both = (lambda: self.forward(more, self.y)), lambda: self.forward(f, self.y)  # noqa: B023
-            row[f"fwd {option}"] = self.clock.ratio(*both)[0]
-
-    def measure_bandwidth(self, name: str, f: Loss, row: dict[str, Any]) -> None:
-        """The weight is read once; a copy reads and writes it."""
-        copy = torch.empty_like(self.w)
-
-        def over_copy(run: Callable[[], Any]) -> float:
-            return 0.5 / self.clock.ratio(run, lambda: copy.copy_(self.w.detach()))[0]
-
-        row["fwd of copy bandwidth"] = over_copy(lambda: self.forward(f, self.y))
-        if name == "fxfuse" and self.x.is_cuda:  # which waits for nothing, so it can be captured
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.forward(f, self.y)
-            row["in a CUDA graph"] = over_copy(graph.replay)
-
-    def measure(self, name: str, f: Loss) -> dict[str, Any]:
-        """The row of the table."""
-        row: dict[str, Any] = {"shape": "×".join(map(str, self.shape)), "implementation": name}
-        torch._dynamo.reset()
-        with self.attempt(name, row, "÷3"):
-            self.measure_step(f, row)
-        with self.attempt(name, row, "extra"):
-            row["extra"] = self.beside_gradients(lambda: self.step(f, self.y))
-        with self.attempt(name, row, "fwd ÷1"):
-            row["fwd ÷1"], row["fwd ms"] = self.clock.ratio(lambda: self.forward(f, self.y), self.products(1))
-        with self.attempt(name, row, "fwd extra"):
-            row["fwd extra"] = peak_mib(lambda: self.forward(f, self.y), self.device)
-        if self.args.ignored:
-            with self.attempt(name, row, "of dense"):
-                self.measure_ignored(f, row)
-        if self.args.per_row and name in ("eager", "inductor", "fxfuse"):
-            g = torch.randn(len(self.y), device=self.device) / len(self.y)
-            with self.attempt(name, row, "rows ÷4"):
-                row["rows ÷4"] = self.clock.ratio(lambda: self.per_row(f, g), self.products(4))[0]
-            with self.attempt(name, row, "rows extra"):
-                row["rows extra"] = self.beside_gradients(lambda: self.per_row(f, g))
-        if self.args.host:
-            with self.attempt(name, row, "host µs"):
-                row["host µs"] = self.clock.host(lambda: self.step(f, self.y))
-                row["fwd host µs"] = self.clock.host(lambda: self.forward(f, self.y))
-        if self.args.options and name == "fxfuse":
-            with self.attempt(name, row, "softcap"):
-                self.measure_options(f, row)
-        if self.shape[0] <= 16:
-            with self.attempt(name, row, "fwd of copy bandwidth"):
-                self.measure_bandwidth(name, f, row)
-        return row
-
-    @contextlib.contextmanager
-    def attempt(self, name: str, row: dict[str, Any], column: str) -> Iterator[None]:
-        """A part of the row. What fails says so in ``column``, and of a peer it ends neither the rest nor the run."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            row[column] = "out of memory"
-        except Exception as failure:
-            if name == "fxfuse":
-                raise
-            row[column] = type(failure).__name__
-            said = str(failure).strip().splitlines() or [""]
-            tqdm.write(f"{name}, {row['shape']}, {column}: {row[column]}: {said[0]}", file=sys.stderr)
-        finally:
-            self.no_gradients()
-
-    def measure_step(self, f: Loss, row: dict[str, Any]) -> None:
-        start = time.perf_counter()
-        self.step(f, self.y)
-        self.clock.sync()
-        row["first call s"] = time.perf_counter() - start
-        if self.exact is not None:
-            row["dX error"] = error(self.x.grad, self.exact[0])
-            row["dW error"] = error(self.w.grad, self.exact[1])
-            row["same bits"] = self.repeats_itself(f)
-        row["÷3"], row["ms"] = self.clock.ratio(lambda: self.step(f, self.y), self.products(3))
-
-    def measure_ignored(self, f: Loss, row: dict[str, Any]) -> None:
-        for column, run in (("of dense", self.step), ("fwd of dense", self.forward)):
-            row[column] = self.clock.ratio(lambda: run(f, self.y), lambda: run(f, self.dense))[0]  # noqa: B023
 
     def beside_gradients(self, run: Callable[[], Any]) -> float | None:
         """The peak of memory of what leaves dX and dW, in MiB, without these."""
@@ -351,7 +366,7 @@ def measurements(shapes: list[tuple[int, int, int]], args: argparse.Namespace) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--shape", type=sizes, action="append", metavar="NxDxV", help="rows x hidden x vocabulary, or "
                         "a name: " + ", ".join(SHAPES))  # fmt: skip
     add_machine(parser)

@@ -10,7 +10,6 @@ the three bare products chunk by chunk over the same at once: what chunks alone 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conditions import SHAPES, about, add_json, add_repeats, seconds, sizes, told, write
+from conditions import SHAPES, about, add_json, add_repeats, argument_parser, seconds, sizes, told, write
 from head import SECONDS, Clock
 from tabulate import tabulate
 from tqdm import tqdm
@@ -126,7 +125,7 @@ def measurements(shapes: list[tuple[int, int, int]], clock: Clock) -> Iterator[d
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     many = [name for name, shape in SHAPES.items() if shape[0] > 64]
     parser.add_argument("--shape", type=sizes, action="append", metavar="NxDxV", help="rows x hidden x vocabulary, or "
                         "a name: " + ", ".join(many))  # fmt: skip

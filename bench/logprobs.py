@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import torch
-from conditions import about, add_json, add_machine, add_repeats, positive, told, write
+from conditions import about, add_json, add_machine, add_repeats, argument_parser, positive, told, write
 from head import Clock, peak_mib
 from tabulate import tabulate
 from tqdm import tqdm
@@ -56,7 +56,7 @@ def measure(rows: int, hidden: int, vocab: int, args: argparse.Namespace) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--hidden", type=positive, default=HIDDEN, help="hidden units (default %(default)s)")
     parser.add_argument("--rows", type=positive, nargs="+", default=ROWS, help="with the vocabulary at 131072")
     parser.add_argument("--vocab", type=positive, nargs="+", default=VOCABULARIES, help="with 4096 rows")

@@ -5,7 +5,6 @@ python bench/plots.py bench/results
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from conditions import argument_parser
 from matplotlib.ticker import FixedLocator, NullLocator
 from train_step import largest
 
@@ -43,7 +43,7 @@ def head(data: dict[str, Any], to: Path) -> None:
     results = [
         row
         for row in data["results"]
-        if isinstance(row["÷3"], float) and isinstance(row["extra"], float) and not row["shape"].startswith("1×")
+        if isinstance(row["÷3"], float) and isinstance(row.get("extra"), float) and not row["shape"].startswith("1×")
     ]
     shapes = list(dict.fromkeys(row["shape"] for row in results))
     if not shapes:
@@ -135,7 +135,7 @@ def step(data: dict[str, Any], to: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where head-*.json, logprobs-*.json and step-*.json are")
     args = parser.parse_args()
     drawn = 0

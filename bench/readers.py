@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conditions import SHAPES, about, add_json, add_machine, add_repeats, sizes, told, write
+from conditions import SHAPES, about, add_json, add_machine, add_repeats, argument_parser, sizes, told, write
 from head import Clock, peak_mib
 from tabulate import tabulate
 from tqdm import tqdm
@@ -151,7 +151,7 @@ def measure(name: str, rows: int, hidden: int, vocab: int, args: argparse.Namesp
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--shape", type=sizes, default="8192x4096x128256", metavar="NxDxV", help="rows x hidden x "
                         "vocabulary, or a name: " + ", ".join(SHAPES))  # fmt: skip
     add_machine(parser)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from conditions import about, add_json, add_machine, device, on_gpu, positive, told, write
+from conditions import about, add_json, add_machine, argument_parser, device, on_gpu, positive, told, write
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -255,7 +255,7 @@ def measured(args: argparse.Namespace, died: list[str]) -> Iterator[dict[str, An
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", default="llama-3.2-1b", help=f"{', '.join(MODELS)}, or see above")
     parser.add_argument(
         "--set", type=setting, nargs="+", action="extend", default=[], metavar="KEY=VALUE",

@@ -509,6 +509,8 @@ def _row_sizes(node: Node, value: ClassTensor) -> list[tuple[Node, int]]:
         if any(user.target is not operator.getitem for user in node.users):
             return []
         asked = [(user, user.args[1]) for user in node.users if user.users]
+    elif node.op == "call_method" and node.target == "size":
+        asked = [(node, node.args[1] if len(node.args) == 2 else node.kwargs.get("dim"))]
     else:
         return []
     axes = range(len(value.shape))

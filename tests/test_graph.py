@@ -1374,7 +1374,9 @@ def test_a_selection_of_classes_by_a_list_of_unknown_length() -> None:
         torch.testing.assert_close(f(torch.arange(length)), program(torch.arange(length)))
 
 
-@pytest.mark.parametrize("name", ["rows", "rows, from the end", "all rows", "a selection of rows"])
+@pytest.mark.parametrize(
+    "name", ["shape", "size", "size from the end", "size by name", "all rows", "a selection of rows"]
+)
 def test_functions_that_are_given_the_number_of_rows(name: str) -> None:
     """For which Dynamo leaves a question for all sizes in the graph, where these are symbols."""
     torch._dynamo.reset()
@@ -1384,7 +1386,12 @@ def test_functions_that_are_given_the_number_of_rows(name: str) -> None:
         if name == "all rows":
             weights = torch.logspace(0, 1, z.shape[0])[:, None] * torch.linspace(0.5, 2, z.shape[1])
         else:
-            weights = torch.linspace(0.5, 2, z.shape[-2 if "end" in name else 1])
+            sizes = {
+                "size": lambda: z.size(1),
+                "size from the end": lambda: z.size(-2),
+                "size by name": lambda: z.size(dim=1),
+            }
+            weights = torch.linspace(0.5, 2, sizes[name]() if name in sizes else z.shape[-2])
         return (z.logsumexp(-1) * weights).mean()
 
     f = compiled(program, dynamic=True)

@@ -894,6 +894,15 @@ def coefficients_that_vary_widely(dtype: torch.dtype) -> None:
     check_gradients(p)
 
 
+@case(routes=("described", "played"))
+def factors_that_a_scale_makes_small() -> None:
+    """It is the factor times the scale that hidden states, which are large then, are multiplied by."""
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    p = problem(64, 48, 200, dtype, scale=1e-18, size=1e-24)
+    p.x *= 1e18
+    check_gradients(p)
+
+
 # --- entropy and top ------------------------------------------------------------------------------------------
 # The described way has neither: what asks for them takes the general one, for operands of either kind.
 
