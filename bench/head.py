@@ -312,8 +312,9 @@ class Case:
         vocab = self.shape[2]
         bias = torch.randn(vocab, device=self.w.device, dtype=self.w.dtype).requires_grad_()
         for option, more in with_options(bias, torch.rand(vocab, device=self.w.device)).items():
-            its_step = functools.partial(self.step, fused(more), self.y, bias)
-            its_loss = functools.partial(self.forward, fused(more), self.y)
+            compiled = fused(more)
+            its_step = functools.partial(self.step, compiled, self.y, bias)
+            its_loss = functools.partial(self.forward, compiled, self.y)
             yield option, functools.partial(self.over, its_step, step, option)
             yield f"fwd {option}", functools.partial(self.over, its_loss, loss, f"fwd {option}")
 
