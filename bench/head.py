@@ -154,13 +154,17 @@ class Clock:
         return times / bases, times * 1e3
 
     def host(self, f: Callable[[], Any], calls: int = 10) -> float:
-        """Microseconds that the host takes for a call, the device being busy: the median of a few turns."""
+        """Microseconds that the host takes for a call, the device being busy: the median of a few turns.
+
+        One more comes first, as in ``once``: after a wait the host takes three times as long.
+        """
         for _ in range(3):  # as above
             f()
         turns = []
         for _ in range(self.repeats):  # of fewer launches than CUDA lets wait, some 1000
             self.sync()
             torch.cuda._sleep(100_000_000)  # cycles, some 50 ms
+            f()
             start = time.perf_counter()
             for _ in range(calls):
                 f()

@@ -39,9 +39,9 @@ class Kernels:
         index = torch.randint(vocab, (rows, 1), device=device)
         self.call = call = Call(x, w, None, index, None, 1.0, "")
         self.everything = slice(0, vocab)
-        listed = call.every_row()
         c = torch.full((rows,), 1 / rows, device=device)
         self.up = Upstream(c, -c[:, None], None)
+        listed = call.listed(self.up)
         most = rows if rows <= hidden else hopper.rows_of_exponentials(call)
         self.rows = call.cut(listed, most)
         self.middle = min(1, self.rows.chunks - 1)  # a chunk that has one before it, if any has

@@ -70,7 +70,7 @@ class Recorder:
         return lambda *args, **options: self.launches.append(Launch(self.kernel, args, options))
 
 
-ALONE = ("stored", "bounded", "bounded_few")  # without gradients
+ALONE = ("loss", "stored", "bounded", "bounded_few")  # without gradients
 
 
 def record(
@@ -81,6 +81,7 @@ def record(
     A ``plain`` cross entropy, one ``without_turns``, one of a scaled and ``transposed`` weight, one with a ``softcap``
     and a mask, one that is ``capped`` alone, ``all_options``, those with ``few_hidden`` or ``fewer_hidden`` units or
     with an ``odd_hidden`` size. Or ``entropy``, or ``entropy_and_top`` among the statistics, and its backward. Or
+    a ``loss`` alone with every option, of all rows if they are few. Or
     products that are ``stored``, and the statistics of softcapped logits. Or statistics of ``bounded`` logits alone, of
     few hidden units in ``bounded_few``.
     """
@@ -115,6 +116,10 @@ def record(
     options = {"transform": transforms.get(kind, "")}
     if kind.startswith("bounded"):
         cuda.linear_stats(*operands, False, False, transform="tanh mul:30.0")
+        return launches
+    if kind == "loss":
+        of_classes = meta(vocab, dtype=dtype), operands[3], meta(vocab)
+        cuda.linear_loss(*operands[:2], *of_classes, 0.5, *upstream[1:2], meta(rows), *[False] * 3, **options)
         return launches
     if kind == "stored":
         call = gpu.GpuOperands.of(*operands, **options).call()
@@ -260,6 +265,8 @@ CONFIGURATIONS = [
     *((90, dtype, rows, "entropy") for dtype, rows in ((BF16, 1), (FP16, 64), (BF16, 16384))),
     *((100, BF16, 16384, kind) for kind in ("entropy", "entropy_and_top")),
     *((90, dtype, 16384, "stored") for dtype in (BF16, FP16)),
+    *((90, BF16, rows, "loss") for rows in (1, 64, 150)),
+    (100, BF16, 1, "loss"),
     *((90, BF16, rows, "bounded") for rows in (1, 64, 16384)),
     *((90, FP16, rows, "bounded_few") for rows in (256, 16384)),
     (100, BF16, 16384, "bounded"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import tiles
-from ..kernels.hopper.launch import Bad, Call, Classes, Listed, Rows, Stats, Sum, fits, takes
+from ..kernels.hopper.launch import EVERY_ROW, Bad, Call, Classes, Listed, Rows, Stats, Sum, fits, takes
 from ..kernels.launcher import compiled_together
 from ..kernels.recorder import replayed
 from ..transform import decode, steepest
@@ -292,7 +292,7 @@ def suits_products(call: Call, out: Tensor) -> bool:
 def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
     """Write ``input @ weight.T`` to ``out``; return ``lse`` and ``residual [N]`` of logits that are made of that."""
     stats = call.unset_stats(False)
-    call.stats(call.every_row(), stats, stored=out)
+    call.stats(EVERY_ROW, stats, stored=out)
     return stats.lse, stats.residual
 
 
@@ -303,8 +303,8 @@ def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
 @compiled_together
 def linear_stats(call: Call, skip_unindexed: bool, *wants: bool) -> Stats:
     """``wants`` are of ``class_sum``, ``expectation``, ``entropy`` and ``top``."""
-    listed = call.listed_by_flags((call.index >= 0).any(1).view(torch.int8)) if skip_unindexed else call.every_row()
-    out = call.no_stats(*wants)
+    listed = call.listed_by_flags((call.index >= 0).any(1).view(torch.int8)) if skip_unindexed else EVERY_ROW
+    out = call.no_stats(*wants, every_row=not skip_unindexed)
     call.stats(listed, out)
     return out
 
@@ -335,10 +335,12 @@ def linear_stats_backward(
 def linear_loss(
     call: Call, c: Coefficients, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    listed, up = call.listed_by_coefficients(c)
     want_class_sum = c.log_prob_sum is not None
     stats = call.unset_stats(want_class_sum)
     grads = _Gradients(call, needs, (stash_dtype(call.input.dtype),) * 3)
+    if not any(needs) and call.are_one_block(stats):
+        return call.loss_of_every_row(stats, c), grads.results()
+    listed, up = call.listed_by_coefficients(c)
     if any(needs) and suits_exponentials(call.input.dtype, call.index.shape[1], want_class_sum, call.transform):
         grads.exponentials(listed, stats, up)
     else:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schedule import begin, chunk_bounds, span_rows, transformed_products
+from .schedule import begin, chunk_bounds, listed_row, span_rows, transformed_products
 
 
 @triton.jit
-def _weighted(c, statistic):
+def weigh(c, statistic):
     """A zero coefficient also silences a statistic that is not finite."""
     return tl.where(c == 0, 0.0, c * statistic)
 
@@ -40,7 +40,7 @@ def _has_work(
     if class_sum is not None:
         c = tl.load(class_sum + row, mask=inside, other=0.0)
         if OF_LOSS:
-            g -= _weighted(c, total)
+            g -= weigh(c, total)
         work = work | (c != 0)
     if g_lse is not None:
         tl.store(g_lse + row, g, mask=inside)
@@ -64,7 +64,7 @@ def _list(order, length, row, flag, before, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _total(total, vocab):
+def total_of(total, vocab):
     """What the weights of all classes add up to."""
     return tl.load(total) if total is not None else vocab.to(tl.float32)
 
@@ -94,7 +94,7 @@ def list_kernel(
     log_prob_sum.
     """
     begin(PDL)
-    of_all = _total(total, vocab)
+    of_all = total_of(total, vocab)
     of_loss: tl.constexpr = g_lse is not None
     first = tl.program_id(0) * BLOCK
     before = 0
@@ -147,7 +147,7 @@ def loss_kernel(
 ):
     """The statistics times their coefficients, added up in a fixed order."""
     begin(PDL)
-    of_all = _total(total, vocab)
+    of_all = total_of(total, vocab)
     losses = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -158,12 +158,12 @@ def loss_kernel(
             at = row.to(tl.int64) * indexed + k
             known = inside & (tl.load(index + at, mask=inside, other=-1) >= 0)
             c = tl.load(c_log_prob + at, mask=known, other=0.0)
-            term += _weighted(c, tl.load(log_prob + at, mask=known, other=0.0))
+            term += weigh(c, tl.load(log_prob + at, mask=known, other=0.0))
         if class_sum is not None:
             c = tl.load(c_log_prob_sum + row, mask=inside, other=0.0)
             log_prob_sum = tl.load(class_sum + row, mask=inside, other=0.0)
             log_prob_sum -= of_all * tl.load(lse + row, mask=inside, other=0.0)
-            term += _weighted(c, log_prob_sum)
+            term += weigh(c, log_prob_sum)
         losses += term
     tl.store(loss, tl.sum(losses, 0))
 
@@ -173,8 +173,8 @@ def gather_kernel(
     x,  # [N, D]
     index,  # [N, K] int64
     picked,  # [N, K] float32; for offsets only
-    order,  # [N] int32
-    length,  # [1] int32
+    order,  # [N] int32; or None for every row of a SPAN
+    length,  # [1] int32, or None with it
     gathered,  # [most, D], out
     offset,  # [most] float32, out; or None
     row_sum,  # [D] float32: the sum of the classes' weights, or None
@@ -199,7 +199,7 @@ def gather_kernel(
     """
     begin(PDL)
     if SPAN:
-        start, rows = chunk, span_rows(tl.load(length), chunk, most)
+        start, rows = chunk, span_rows(length, chunk, most)
     else:
         start, rows = chunk_bounds(tl.load(length), chunk, most, ROWS)
     at = tl.program_id(0)
@@ -207,7 +207,7 @@ def gather_kernel(
         return
     # Rows that fill up the last block are zeros.
     there = at < rows
-    row = tl.load(order + start + at, mask=there, other=0).to(tl.int64)
+    row = listed_row(order, start + at, there)
     width = tl.where(there, hidden, 0)
     d = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -230,20 +230,21 @@ def gather_kernel(
         tl.store(offset + at, tl.where(tl.abs(best) < float("inf"), best, 0.0))
 
 
-@triton.jit(do_not_specialize=["indexed"])
+@triton.jit(do_not_specialize=["indexed", "most"])
 def pick_kernel(
     x,  # [N, D]
     w,  # [V, D]
     bias,  # [V] or None
     index,  # [N, K] int64
-    order,  # [N] int32
-    length,  # [1] int32
+    order,  # [N] int32, or None: every row
+    length,  # [1] int32, or None with it
     picked,  # [N, K] float32, out: 0 where the index is no class
     slope,  # [N, K] float32, out: the derivative of the transform there; or None
     scale,
     vocab,
     hidden,
     indexed,
+    most,  # rows
     x_row,
     x_col,
     w_row,
@@ -262,12 +263,12 @@ def pick_kernel(
     very bits that the same logits have in the statistics, as they must: a log-probability is their small difference.
     """
     begin(PDL)
-    rows = tl.load(length)
+    rows = span_rows(length, 0, most)
     if tl.program_id(0) * BM >= rows:
         return
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     there = at < rows
-    row = tl.load(order + at, mask=there, other=0).to(tl.int64)
+    row = listed_row(order, at, there)
     k = tl.program_id(1)
     label = tl.load(index + row * indexed + k, mask=there, other=-1)
     known = (label >= 0) & (label < vocab)

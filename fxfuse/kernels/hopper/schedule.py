@@ -40,9 +40,18 @@ def chunk_bounds(count, chunk, most, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def span_rows(count, first, most):
-    """How many of a span's ``most`` rows there are, of ``count``: none where it lies past the end."""
-    return tl.maximum(tl.minimum(count - first, most), 0)
+def span_rows(length, first, most):
+    """How many of a span's ``most`` rows the list has: none where it lies past the end; all without a list."""
+    if length is not None:
+        most = tl.maximum(tl.minimum(tl.load(length) - first, most), 0)
+    return most
+
+
+@triton.jit
+def listed_row(order, at, there):
+    """The rows at places of a list, int64; without one, the places themselves."""
+    row = tl.where(there, at, 0) if order is None else tl.load(order + at, mask=there, other=0)
+    return row.to(tl.int64)
 
 
 @triton.jit

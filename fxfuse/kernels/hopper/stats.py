@@ -14,7 +14,8 @@ import triton.language as tl
 
 from ..exponential import LOG2E
 from ..stats import LAST, finite_or_zero, first_best, rescale, rescaled_moment
-from .schedule import begin, exponent, left_and_right, log_of_sum, logits_of, product_tile, span_rows
+from .rows import total_of, weigh
+from .schedule import begin, exponent, left_and_right, listed_row, log_of_sum, logits_of, product_tile, span_rows
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def stats_kernel(
     w,  # descriptor of [V, D], or of [D, V] if TRANSPOSED
     stored,  # descriptor of [N, V], out, or None: the products, from which logits are then made as they are stored
     bias,  # [V] or None
-    length,  # [1] int32
+    length,  # [1] int32, or None: there are ``most`` rows
     offset,  # [most] float32, or None: what stands for the maximum of bounded logits, where nothing but sums is wanted
     class_weight,  # [V] or None
     part_max,  # [row blocks, lanes, BM] float32, out: at most [programs, BM]
@@ -93,7 +94,7 @@ def stats_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    rows = span_rows(tl.load(length), first, most)
+    rows = span_rows(length, first, most)
     row_blocks, lanes = lanes_of(rows, programs, BM)
     columns = tl.cdiv(vocab, BN)
     row_block, lane = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
@@ -149,8 +150,8 @@ def merge_kernel(
     part_moment,  # or None
     part_argmax,  # int32, or None
     index,  # [N, K] int64
-    order,  # [N] int32
-    length,  # [1] int32
+    order,  # [N] int32, or None: every row
+    length,  # [1] int32, or None with it
     lse,  # [N] float32, out
     residual,  # [N] float32, out
     picked,  # [N, K] float32
@@ -160,6 +161,10 @@ def merge_kernel(
     entropy,  # [N] float32, out, or None
     top,  # [N] float32, out, or None
     argmax,  # [N] int64, out, or None
+    total,  # as in ``rows.loss_kernel``, as is what follows
+    c_log_prob,
+    c_log_prob_sum,
+    loss,  # [] float32, out; or None where there is more than one program, which would have a part of the rows each
     first,
     most,
     vocab,
@@ -172,7 +177,7 @@ def merge_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    rows = span_rows(tl.load(length), first, most)
+    rows = span_rows(length, first, most)
     if tl.program_id(0) * BLOCK_ROWS >= rows:
         return
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -180,7 +185,7 @@ def merge_kernel(
     _, lanes = lanes_of(rows, programs, BM)
     lanes *= PARTS
     first_part = row // BM * lanes * BM + row % BM
-    source = tl.load(order + first + row, mask=there, other=0).to(tl.int64)
+    source = listed_row(order, first + row, there)
 
     m = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     for first_lane in range(0, lanes, BLOCK_LANES):
@@ -230,6 +235,7 @@ def merge_kernel(
             best = tl.minimum(best, tl.min(tl.load(part_argmax + part, mask=inside & largest, other=LAST), 0))
         tl.store(top + source, tl.where(s != s, s, m), mask=there)
         tl.store(argmax + source, best.to(tl.int64), mask=there)
+    terms = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     for k in range(indexed):
         at = source * indexed + k
         chosen = tl.load(index + at, mask=there, other=-1)
@@ -238,4 +244,12 @@ def merge_kernel(
         # m - m is 0, or NaN for an infinite maximum, where log_softmax is NaN too. Rounding may not make a probability
         # of more than one.
         value = log2 / LOG2E - (log_s + (m - m))
-        tl.store(log_prob + at, tl.where(is_class, tl.where(value > 0, 0.0, value), 0.0), mask=there)
+        value = tl.where(is_class, tl.where(value > 0, 0.0, value), 0.0)
+        tl.store(log_prob + at, value, mask=there)
+        if loss is not None:
+            terms += weigh(tl.load(c_log_prob + at, mask=is_class, other=0.0), value)
+    if loss is not None:
+        if class_sum is not None:
+            log_prob_sum = weighted - total_of(total, vocab) * row_lse
+            terms += weigh(tl.load(c_log_prob_sum + source, mask=there, other=0.0), log_prob_sum)
+        tl.store(loss, tl.sum(terms, 0))

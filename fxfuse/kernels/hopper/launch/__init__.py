@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .classes import OrderedClasses
 from .dlogits import GradientsOfLogits
-from .operands import Bad, Classes, Listed, Rows, Stats, Sum, fits, takes
+from .operands import EVERY_ROW, Bad, Classes, Listed, Rows, Stats, Sum, fits, takes
 from .products import Products
 
-__all__ = ["Bad", "Call", "Classes", "Listed", "Rows", "Stats", "Sum", "fits", "takes"]
+__all__ = ["EVERY_ROW", "Bad", "Call", "Classes", "Listed", "Rows", "Stats", "Sum", "fits", "takes"]
 
 
 class Call(GradientsOfLogits, Products, OrderedClasses):

@@ -61,10 +61,6 @@ class Lists(Described):
         )
         return listed
 
-    def every_row(self) -> Listed:
-        order = torch.arange(self.rows, dtype=torch.int32, device=self.input.device)
-        return Listed(order, torch.full((1,), self.rows, dtype=torch.int32, device=self.input.device))
-
     def gather(
         self,
         rows: Rows | Span,
@@ -84,7 +80,7 @@ class Lists(Described):
         self.launch(
             self.signature,
             gather_kernel,
-            (rows.most,),
+            (tiles.cdiv(rows.most, block) * block,),
             self.input,
             self.index,
             picked,
@@ -113,13 +109,11 @@ class Lists(Described):
         indexed = self.index.shape[1]
         if indexed == 0:
             return
-        # At least the rows that Hopper's own products have, so that these are of the same kind; fewer where theirs are.
-        tile = tiles.described("stats", self.input)
-        size = min(tile.rows, 64)
+        tile = tiles.picks(self.input)
         self.launch(
             self.signature,
             pick_kernel,
-            (tiles.cdiv(self.rows, size), indexed),
+            (tiles.cdiv(self.rows, tile.rows), indexed),
             self.input,
             self.weight,
             self.bias,
@@ -131,13 +125,14 @@ class Lists(Described):
             self.vocab,
             self.hidden,
             indexed,
+            self.rows,
             *self.input.stride(),
             *self.weight.stride(),
             tile.hidden * self.input.stride(1),
             tile.hidden * self.weight.stride(1),
             **self.pointwise_options(),
-            BM=size,
+            BM=tile.rows,
             BK=tile.hidden,
-            num_warps=4,
-            num_stages=4,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )

@@ -21,10 +21,13 @@ from ...transform import spelled
 
 
 class Listed(NamedTuple):
-    """A list of rows, in device memory: ``order [N]`` int32 and its ``length [1]`` int32."""
+    """A list of rows, in device memory: ``order [N]`` int32 and its ``length [1]`` int32; without them, every row."""
 
-    order: Tensor
-    length: Tensor
+    order: Tensor | None
+    length: Tensor | None
+
+
+EVERY_ROW = Listed(None, None)
 
 
 class Rows(NamedTuple):
@@ -39,10 +42,10 @@ class Rows(NamedTuple):
 class Span(NamedTuple):
     """The rows of a list from the ``first`` on, ``most`` or those that there are, in tiles of one kind."""
 
-    order: Tensor
-    length: Tensor
+    order: Tensor | None
+    length: Tensor | None
     first: int
-    most: int  # a multiple of the tile's rows
+    most: int  # of a list, a multiple of the tile's rows
     tile: tiles.Tile
 
 
@@ -145,6 +148,12 @@ class Described(Operands):
     def row_block(self) -> int:
         return tiles.row_block(self.input.device)
 
+    @functools.cached_property
+    def input_is_described(self) -> bool:
+        """Whether a descriptor can describe the input as it is, not only its rows as they are gathered."""
+        vectors = self.input.stride(0) * self.input.element_size() % 16 == 0 and self.input.data_ptr() % 16 == 0
+        return vectors and self.input.stride(1) == 1 and self.input.stride(0) >= self.hidden
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.input.device)
 
@@ -183,13 +192,16 @@ class Described(Operands):
         each = tiles.window(self.vocab, most, columns, tile.rows, self.programs * tile.slots)
         return [slice(at, min(at + each, self.vocab)) for at in range(0, self.vocab, each)]
 
-    def no_stats(self, *wants: bool) -> Stats:
-        """Zeros, which is what rows that are not listed have; ``wants`` are of ``class_sum`` and those after it."""
+    def no_stats(self, *wants: bool, every_row: bool = False) -> Stats:
+        """Zeros, which is what rows that are not listed have; ``wants`` are of ``class_sum`` and those after it.
+
+        With ``every_row`` there are none of these, and they hold anything.
+        """
         optional = [(self.rows if wanted else 0,) for wanted in wants]
         shapes = (self.rows,), (self.rows,), self.index.shape, self.index.shape, *optional
-        zeros = [torch.zeros(shape, dtype=torch.float32, device=self.input.device) for shape in shapes]
-        argmax = torch.zeros(optional[-1], dtype=torch.int64, device=self.input.device)
-        return Stats(*[*zeros, argmax])
+        make = torch.empty if every_row else torch.zeros
+        statistics = [make(shape, dtype=torch.float32, device=self.input.device) for shape in shapes]
+        return Stats(*[*statistics, make(optional[-1], dtype=torch.int64, device=self.input.device)])
 
     def unset_stats(self, want_class_sum: bool) -> Stats:
         """The same for what never leaves an op, in one allocation: rows that are not listed have anything."""
@@ -230,8 +242,9 @@ class Described(Operands):
 
     def cut(self, listed: Listed, most: int) -> Rows:
         """The listed rows in chunks of at most ``most``."""
+        assert listed.order is not None and listed.length is not None
         chunks = max(1, tiles.cdiv(self.rows, most))
-        return Rows(*listed, self.whole_blocks(tiles.cdiv(self.rows, chunks)), chunks)
+        return Rows(listed.order, listed.length, self.whole_blocks(tiles.cdiv(self.rows, chunks)), chunks)
 
     # --- descriptors ------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,22 @@ from ..products import weighted_sum_kernel
 from ..rows import loss_kernel
 from ..stats import merge_kernel, stats_kernel
 from .lists import Lists
-from .operands import Listed, Span, Stats, describe, describe_stored, kernel_for, rows_at_a_time
+from .operands import EVERY_ROW, Listed, Span, Stats, describe, describe_stored, kernel_for, rows_at_a_time
 
 # Of logits that are no larger, exponentials relative to any of them, and sums of up to 2^24 of these, are numbers of
 # float32 that have all digits.
 MOST_BOUND = 35.0
+# Rows whose parts a program merges.
+MERGED = 16
+
+
+class OfLoss(NamedTuple):
+    """What makes a loss of the statistics, as kernels take it."""
+
+    total: Tensor | None
+    c_log_prob: Tensor
+    c_log_prob_sum: Tensor | None
+    loss: Tensor  # [] float32, out
 
 
 def _sums_alone(out: Stats) -> bool:
@@ -49,29 +61,53 @@ class Statistics(Lists):
             self._stats_tiles(out, stored), self.rows, self.hidden, self.input.element_size(), self.vocab, self.programs
         )
         starts = itertools.accumulate((most for _, most in cuts), initial=0)
-        return [Span(*listed, first, most, tile) for first, (tile, most) in zip(starts, cuts, strict=False)]
+        spans = [Span(*listed, first, most, tile) for first, (tile, most) in zip(starts, cuts, strict=False)]
+        if listed.length is None:
+            spans = [span._replace(most=min(span.most, self.rows - span.first)) for span in spans]
+        return spans
 
-    def stats(self, listed: Listed, out: Stats, stored: Tensor | None = None) -> None:
+    def are_one_block(self, out: Stats) -> bool:
+        """Whether all rows are in one block of a tile, so that to leave out some of them would spare nothing."""
+        return self.rows <= self._stats_tiles(out)[0].rows
+
+    def _sums_weight(self, out: Stats) -> bool:
+        """Whether class sums are made of the sum of the weight.
+
+        Without a transform they are linear: to sum it once takes the time of about 150 rows, and to do so in every tile
+        about 180 / hidden of the product.
+        """
+        return out.class_sum.numel() > 0 and not self.transform and self.rows >= self.hidden
+
+    def stats(self, listed: Listed, out: Stats, stored: Tensor | None = None, of_loss: OfLoss | None = None) -> None:
         """The statistics of the listed rows; see ``stats_of``."""
         row_sum = bias_sum = None
         in_tiles = out
-        # Without a transform class sums are linear: the weight can be summed once, which takes the time of about 150
-        # rows, instead of every tile, which takes about 180 / hidden of the product.
-        if out.class_sum.numel() and not self.transform and self.rows >= self.hidden:
+        if self._sums_weight(out):
             row_sum, bias_sum = self.weighted_sum(self.weight, self.class_weight), self.bias_sum()
             in_tiles = out._replace(class_sum=self.empty(0))
         spans = self.stats_spans(listed, in_tiles, stored)
         self.pick(listed, out.picked)
-        gathered = self.empty(max(span.most for span in spans), self.hidden, dtype=self.input.dtype)
-        offset = self.empty(len(gathered)) if self._has_offsets(in_tiles) else None
+        if listed.order is None and self.input_is_described and row_sum is None and not self._has_offsets(in_tiles):
+            for span in spans:
+                self.stats_of(span, self.input[span.first : span.first + span.most], in_tiles, stored, None, of_loss)
+            return
+        most = max(tiles.cdiv(span.most, span.tile.rows) * span.tile.rows for span in spans)
+        gathered = self.empty(most, self.hidden, dtype=self.input.dtype)
+        offset = self.empty(most) if self._has_offsets(in_tiles) else None
         for span in spans:
             self.gather(span, 0, gathered, out.picked, offset, row_sum, bias_sum, out.class_sum)
-            self.stats_of(span, gathered, in_tiles, stored, offset)
+            self.stats_of(span, gathered, in_tiles, stored, offset, of_loss)
 
     def stats_of(
-        self, span: Span, gathered: Tensor, out: Stats, stored: Tensor | None = None, offset: Tensor | None = None
+        self,
+        span: Span,
+        gathered: Tensor,
+        out: Stats,
+        stored: Tensor | None = None,
+        offset: Tensor | None = None,
+        of_loss: OfLoss | None = None,
     ) -> None:
-        """The statistics of a span, whose rows were gathered.
+        """The statistics of a span, whose rows are ``gathered``; and what is made of these if they are ``of_loss``.
 
         Its products are written to ``stored [N, V]``, if that is given: in the dtype of the operands, each row on 16
         bytes, and every row must be listed, in order. Logits are then made of what is written there.
@@ -131,7 +167,7 @@ class Statistics(Lists):
         self.launch(
             self.signature,
             merge_kernel,
-            (tiles.cdiv(most, 16),),
+            (tiles.cdiv(most, MERGED),),
             part_max,
             part_sum,
             part_class_sum,
@@ -149,6 +185,7 @@ class Statistics(Lists):
             entropy,
             top,
             None if top is None else out.argmax,
+            *([None] * 4 if of_loss is None else of_loss),
             span.first,
             most,
             self.vocab,
@@ -156,8 +193,8 @@ class Statistics(Lists):
             programs,
             PARTS=each,
             BM=tile.rows,
-            BLOCK_LANES=64,
-            BLOCK_ROWS=16,
+            BLOCK_LANES=64 if most > MERGED else 256,
+            BLOCK_ROWS=MERGED,
         )
 
     def bias_sum(self) -> Tensor | None:
@@ -187,15 +224,27 @@ class Statistics(Lists):
         )
         return parts.sum(0)
 
+    def loss_of_every_row(self, stats: Stats, c: Coefficients) -> Tensor:
+        """The statistics of all rows, and their ``loss``: of few rows by the program that merges what they have."""
+        if self.rows > MERGED or self._sums_weight(stats):
+            self.stats(EVERY_ROW, stats)
+            return self.loss(stats, c)
+        of_loss = self._of_loss(c)
+        self.stats(EVERY_ROW, stats, of_loss=of_loss)
+        return of_loss.loss
+
     def loss(self, stats: Stats, c: Coefficients) -> Tensor:
         """``c.log_prob * log_prob + c.log_prob_sum * log_prob_sum``, summed; the last is made of ``class_sum``."""
-        loss = self.empty()
-        class_sum, total = (None, None) if c.log_prob_sum is None else (stats.class_sum, self.total_weight)
+        of_loss = self._of_loss(c)
         self.launch(
             self.signature,
             loss_kernel,
             (1,),
-            stats.lse, stats.log_prob, class_sum, self.index, total, *c, loss, self.rows, self.vocab,
-            self.index.shape[1], BLOCK=min(4096, max(256, tiles.next_power_of_2(self.rows))), num_warps=16,
+            stats.lse, stats.log_prob, None if c.log_prob_sum is None else stats.class_sum, self.index, *of_loss,
+            self.rows, self.vocab, self.index.shape[1],
+            BLOCK=min(4096, max(256, tiles.next_power_of_2(self.rows))), num_warps=16,
         )  # fmt: skip
-        return loss
+        return of_loss.loss
+
+    def _of_loss(self, c: Coefficients) -> OfLoss:
+        return OfLoss(None if c.log_prob_sum is None else self.total_weight, *c, self.empty())

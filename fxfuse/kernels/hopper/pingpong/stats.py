@@ -15,7 +15,7 @@ from .ring import BLOCK, half, load_tiles, multiply, ring_of_logits
 @gluon.jit
 def lane_of(length, first, most, vocab, programs, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
     """(row block, row blocks, lane, lanes, columns of tiles) of this program; no columns for one with nothing to do."""
-    rows = span_rows(gl.load(length), first, most)
+    rows = span_rows(length, first, most)
     row_blocks, lanes = lanes_of(rows, programs, HEIGHT)
     row_block = gl.program_id(0) % row_blocks
     lane = gl.program_id(0) // row_blocks
