@@ -650,9 +650,10 @@ def strides(dtype: torch.dtype) -> None:
     for strided in (transposed, sliced, expanded, columns, shifted):
         check_stats(strided)
         check_gradients(strided)
-        loss, *_ = cuda.linear_loss(*strided.operands, *strided.coefficients, *[False] * 3)
-        exact = strided.double()
-        assert error(loss, reference.linear_loss(*exact.operands, *exact.coefficients, *[False] * 3)[0]) < 1e-4
+        x, index, c = strided.x[:7], strided.index[:7], strided.g_picked[:7].abs()
+        loss, *_ = cuda.linear_loss(x, strided.w, None, index, None, 1.0, c, None, *[False] * 3)
+        exact = x.double(), strided.w.double(), None, index, None, 1.0, c.double(), None, *[False] * 3
+        assert error(loss, reference.linear_loss(*exact)[0]) <= STATS_BOUND
 
 
 @case(each_dtype=True)
@@ -1133,7 +1134,9 @@ def losses_alone(dtype: torch.dtype) -> None:
         {"indexed": 3, "bias": True, "scale": -0.5, "transform": "tanh mul:4.0", "class_sum": True},
         {"class_weight": True, "class_sum": True, "transform": "tanh mul:40.0 masked:-inf"},
     )
-    for rows in (1, 5, 16, 17, 64, 65, 150, 400) if HAS_GPU else (1, 5, 16, 17):
+    sizes = [(rows, hidden) for rows in (1, 5, 16, 17, *((64, 65, 150, 400) if HAS_GPU else ()))]
+    sizes += [(16, 16), *(((100, 2064),) if HAS_GPU else ())]  # as many rows as hidden units; the largest tiles
+    for rows, hidden in sizes:
         for option, idle in itertools.product(options, (0.0, 0.4, 1.1)):
             p = problem(rows, hidden, vocab, dtype, idle=idle, **option)
             idle_rows = p.g_lse == 0

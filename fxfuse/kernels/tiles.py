@@ -117,9 +117,10 @@ DESCRIBED: dict[str, tuple[Tile, ...]] = {
     "d_input": (Tile(128, 256, 64, 8, 4, group=8),),
     "d_weight": (Tile(128, 256, 64, 8, 3, group=8),),
 }
-# Of products whose diagonals are the indexed logits: for few rows a matter of how much is loaded at a time. Those of 16
-# rows have the very bits that Hopper's own have, of 64 rows or more; where that is not known, they are of these too.
-PICKS = (Tile(16, 16, 512, 4, 3), Tile(64, 64, 64, 4, 4))
+# Of products whose diagonals are the indexed logits: for few rows a matter of how much is loaded at a time, but
+# addresses with gaps take registers. On Hopper products of 16 rows have the very bits that its own have, of 64 rows or
+# more; where that is not known, they have 64 rows, unless the statistics have fewer.
+LONG_PICKS, PICKS = Tile(16, 16, 512, 4, 3), (Tile(16, 16, 128, 4, 4), Tile(64, 64, 64, 4, 4))
 TAKING_TURNS: dict[str, Tile] = {
     "stats": Tile(128, 128, 64, 4, 6, takes_turns=True),
     "d_weight": Tile(128, 128, 64, 4, 5, takes_turns=True),
@@ -219,11 +220,15 @@ def described(kernel: str, input: Tensor, turns: bool = True, short: bool = True
     return next((choice for choice in choices if choice.rows >= rows), choices[-1])
 
 
-def picks(input: Tensor) -> Tile:
+def picks(input: Tensor, weight: Tensor) -> Tile:
     """The tile of products whose diagonals are the indexed logits."""
     if machine(input.device).generation == "interpreter":
         return INTERPRETED
-    return PICKS[0] if machine(input.device).takes_turns or input.shape[0] <= PICKS[0].rows else PICKS[1]
+    few = input.shape[0] <= PICKS[0].rows
+    without_gaps = all(matrix.stride(1) == 1 and loads_vectors(matrix) for matrix in (input, weight))
+    if without_gaps and (few or machine(input.device).takes_turns):
+        return LONG_PICKS
+    return PICKS[0] if few else PICKS[1]
 
 
 def shared_from(kernel: str, input: Tensor) -> float:

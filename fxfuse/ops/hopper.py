@@ -1,8 +1,9 @@
 """The ops on Hopper and later GPUs, for operands in 16 bits that a tensor descriptor can describe.
 
-Rows without work are left out: a list of the others is made on the device, and everything that follows reads its length
-there. A chunk of listed rows is gathered and meets the whole vocabulary before the next. Nothing waits for the device,
-nothing is added atomically but counts, of rows and of meetings, and every sum has a fixed order.
+Rows without work are left out, where that spares anything: a list of the others is made on the device, and everything
+that follows reads its length there. A chunk of listed rows is gathered and meets the whole vocabulary before the next.
+Nothing waits for the device, nothing is added atomically but counts, of rows and of meetings, and every sum has a fixed
+order.
 
 A loss whose coefficients are known beforehand takes three products: scaled exponentials (see
 ``kernels.hopper.exponentials``), then dX and dW from them. Rows whose offset proves bad, and everything else, take

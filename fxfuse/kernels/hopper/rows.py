@@ -1,7 +1,7 @@
 """Lists of rows: which rows have work, and their hidden states side by side.
 
 How many rows have work is known to the device only. So lists are as long as all rows, with their length in device
-memory, and every kernel reads it there.
+memory, and every kernel reads it there. Without a list it is every row.
 """
 
 from __future__ import annotations
@@ -259,8 +259,9 @@ def pick_kernel(
 ):
     """Indexed logits of the listed rows, by matrix products whose diagonals they are.
 
-    The tensor cores add up each element of a product in the same order, whatever its place in a tile. So these have the
-    very bits that the same logits have in the statistics, as they must: a log-probability is their small difference.
+    The tensor cores add up each element of a product in the same order, whatever its place in a tile and, on Hopper,
+    the size of that. So these have the very bits that the same logits have in the statistics, as they must: a
+    log-probability is their small difference.
     """
     begin(PDL)
     rows = span_rows(length, 0, most)

@@ -109,7 +109,7 @@ class Lists(Described):
         indexed = self.index.shape[1]
         if indexed == 0:
             return
-        tile = tiles.picks(self.input)
+        tile = tiles.picks(self.input, self.weight)
         self.launch(
             self.signature,
             pick_kernel,

@@ -195,7 +195,7 @@ class Described(Operands):
     def no_stats(self, *wants: bool, every_row: bool = False) -> Stats:
         """Zeros, which is what rows that are not listed have; ``wants`` are of ``class_sum`` and those after it.
 
-        With ``every_row`` there are none of these, and they hold anything.
+        With ``every_row`` none is left out, and kernels write all of what is anything until then.
         """
         optional = [(self.rows if wanted else 0,) for wanted in wants]
         shapes = (self.rows,), (self.rows,), self.index.shape, self.index.shape, *optional
@@ -295,7 +295,7 @@ def takes(input: Tensor, weight: Tensor) -> bool:
 def fits(input: Tensor, weight: Tensor) -> bool:
     """Whether these kernels compute with operands of such shapes and strides, where ``tiles.has_descriptors(input)``.
 
-    The weight must have one unit stride. The input is gathered, so its strides do not matter.
+    The weight must have one unit stride. The input may have any, as it is gathered where no descriptor describes it.
     """
     (rows, hidden), strides = input.shape, weight.stride()
     along = 1 if strides[1] == 1 else 0

@@ -67,7 +67,7 @@ class Statistics(Lists):
         return spans
 
     def are_one_block(self, out: Stats) -> bool:
-        """Whether all rows are in one block of a tile, so that to leave out some of them would spare nothing."""
+        """Whether all rows are in one block of a tile, so that to leave out some, but not all, would spare nothing."""
         return self.rows <= self._stats_tiles(out)[0].rows
 
     def _sums_weight(self, out: Stats) -> bool:
@@ -76,7 +76,7 @@ class Statistics(Lists):
         Without a transform they are linear: to sum it once takes the time of about 150 rows, and to do so in every tile
         about 180 / hidden of the product.
         """
-        return out.class_sum.numel() > 0 and not self.transform and self.rows >= self.hidden
+        return out.class_sum.numel() > 0 and not self.transform and self.rows >= max(self.hidden, MERGED + 1)
 
     def stats(self, listed: Listed, out: Stats, stored: Tensor | None = None, of_loss: OfLoss | None = None) -> None:
         """The statistics of the listed rows; see ``stats_of``."""
@@ -107,7 +107,7 @@ class Statistics(Lists):
         offset: Tensor | None = None,
         of_loss: OfLoss | None = None,
     ) -> None:
-        """The statistics of a span, whose rows are ``gathered``; and what is made of these if they are ``of_loss``.
+        """The statistics of a span of ``gathered`` rows and, with ``of_loss``, their loss if one program merges.
 
         Its products are written to ``stored [N, V]``, if that is given: in the dtype of the operands, each row on 16
         bytes, and every row must be listed, in order. Logits are then made of what is written there.
@@ -193,7 +193,7 @@ class Statistics(Lists):
             programs,
             PARTS=each,
             BM=tile.rows,
-            BLOCK_LANES=64 if most > MERGED else 256,
+            BLOCK_LANES=64 if most > MERGED else 256,  # a single program has many lanes to wait for
             BLOCK_ROWS=MERGED,
         )
 
@@ -226,7 +226,7 @@ class Statistics(Lists):
 
     def loss_of_every_row(self, stats: Stats, c: Coefficients) -> Tensor:
         """The statistics of all rows, and their ``loss``: of few rows by the program that merges what they have."""
-        if self.rows > MERGED or self._sums_weight(stats):
+        if self.rows > MERGED:
             self.stats(EVERY_ROW, stats)
             return self.loss(stats, c)
         of_loss = self._of_loss(c)
