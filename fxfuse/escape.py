@@ -120,7 +120,7 @@ def why_not(escaped: Escaped, operands: Sequence[tuple[Any, Node]], timeline: Ti
     if not value.classes_last:
         return "with the vocabulary not last"
     if value.row_shifts:
-        return "shifted by a number for each row"
+        return "with something added that has no entry for each class"
     if value.extends_filled:
         return "masked and then with a temperature for each row"
     nodes = [escaped.node, *(node for node, _ in escaped.views)]

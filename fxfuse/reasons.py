@@ -54,8 +54,8 @@ _KINDS = (
         "unknown_reader",
         "{detail} reads the logits, and fxfuse has no rule for it",
         "read them only through cross_entropy, log_softmax and gather, nll_loss, logsumexp, entropy, argmax or topk; "
-        "take anything else, such as another metric, from a separate call (what is part of the loss itself needs all "
-        "logits: no other spelling of the same loss avoids that)",
+        "take anything else, such as another metric, from a separate call (what is part of the loss itself may need "
+        "all logits in any spelling)",
     ),
     Kind(
         "unsupported_argument",
@@ -72,6 +72,11 @@ _KINDS = (
         "the targets of {detail} are class probabilities, so every class of every row is read",
         "pass class indices (int64) as targets, with label_smoothing= for smoothed ones; probabilities of another "
         "model are fused where its head is in the same graph",
+    ),
+    Kind(
+        "vocabulary_split",
+        "{detail} splits the vocabulary of one projection into several",
+        "take them one by one, by `chunk`, `split` or slices of the last dimension, and their losses after that",
     ),
     Kind(
         "class_dim",

@@ -1207,6 +1207,20 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "masked": lambda s: ce(s.zb, s.masked),
     "ignore_index": lambda s: ce(s.z, s.y, ignore_index=3),
     "ignore_index_1": lambda s: ce(s.z, torch.where(s.masked < 0, -1, s.masked), ignore_index=-1),
+    "new_of_their_kind": lambda s: (
+        lambda z: (
+            z.new_zeros(()) + ce(z.float(), s.y) * z.new_ones(1, 2).sum(),
+            z.new_full((2, 3), 0.5),
+            z.new_empty(0),
+        )
+    )(s.z),
+    "new_of_another_kind": lambda s: (
+        lambda z: (
+            ce(z, s.y)
+            + z.new_zeros([2], dtype=torch.int64).sum()
+            + z.new_empty(z.shape[:2], device=z.device).fill_(2.0).sum()
+        )
+    )(s.z),
     "all_ignored_mean": lambda s: ce(s.z, torch.full_like(s.y, -100)),
     "all_ignored_sum": lambda s: ce(s.z, torch.full_like(s.y, -100), reduction="sum"),
     "all_ignored_smooth": lambda s: ce(s.z, torch.full_like(s.y, -100), label_smoothing=0.1),
@@ -1744,6 +1758,10 @@ KEPT: dict[str, tuple[str, Callable[[World], Any]]] = {
     "parts_of_the_vocabulary_that_overlap": (
         "unknown_reader",
         lambda s: torch.stack([part.logsumexp(-1) for part in s.z.tensor_split([5, 3], -1)]),
+    ),
+    "several_vocabularies": (
+        "vocabulary_split",
+        lambda s: F.cross_entropy(s.z[..., :16].reshape(-1, 4), s.y.flatten().repeat_interleave(4) % 4),
     ),
     "class_dim": ("class_dim", lambda s: s.z.log_softmax(1).gather(-1, s.y[..., None])),
     "class_dim_of_loss": ("class_dim", lambda s: F.cross_entropy(s.z[:, :VOCAB], s.y.new_zeros(BATCH, VOCAB))),

@@ -153,6 +153,15 @@ REMEDIES: dict[str, Remedy] = {
         lambda s: F.cross_entropy(s.z.mT, F.one_hot(s.y, VOCAB).mT.to(s.x.dtype)),
         lambda s: F.cross_entropy(s.z.mT, s.y),
     ),
+    "vocabulary_split": Remedy(
+        "by `chunk`",
+        lambda s: F.cross_entropy(
+            s.z[..., :16].unflatten(-1, (2, 8)).flatten(0, 2), s.y.flatten().repeat_interleave(2) % 8
+        ),
+        lambda s: (
+            sum(F.cross_entropy(part.flatten(0, 1), s.y.flatten() % 8) for part in s.z[..., :16].chunk(2, -1)) / 2
+        ),
+    ),
     "class_dim": Remedy(
         "apply it along the vocabulary dimension",
         lambda s: F.cross_entropy(s.z[:, :VOCAB], s.y.new_zeros(BATCH, VOCAB)),

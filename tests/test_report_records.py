@@ -547,6 +547,33 @@ def test_recompilation_and_dynamic_shapes() -> None:
     assert (fixed, dynamic.rows_hint) == ([6, 64], 18)
 
 
+def test_a_weight_that_is_made_of_a_batch_has_no_name() -> None:
+    """As in a contrastive loss: not that of the first parameter of what made it. One made of parameters has theirs."""
+
+    class Tower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.proj = torch.nn.Parameter(torch.randn(1, 8)), torch.nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.proj(torch.cat((self.token, x)))
+
+    tower, low = Tower(), torch.nn.Parameter(torch.randn(8, 2))
+    since = len(journal)
+
+    @torch.compile(backend="fxfuse", options=OPTIONS)
+    def losses(x: torch.Tensor) -> torch.Tensor:
+        merged = tower.proj.weight + low @ low.t()
+        among_all, with_merged = x @ tower(x).t(), F.linear(x, merged)
+        return F.cross_entropy(among_all, torch.arange(5)) + F.cross_entropy(with_merged, torch.arange(5))
+
+    losses(torch.randn(5, 8))
+    assert [site.chain.split(" → ")[0] for site in journal.report(since).sites] == [
+        "matmul",
+        "linear(proj.weight)",
+    ]
+
+
 def test_a_decorated_forward_is_named_after_its_module() -> None:
     import functools
 

@@ -103,8 +103,7 @@ def test_a_kept_head_has_its_reason_the_line_that_blocks_it_and_a_remedy() -> No
               {METRICS}  best = logits.sort().indices
             remedy: read them only through cross_entropy, log_softmax and gather, nll_loss, logsumexp,
               entropy, argmax or topk; take anything else, such as another metric, from a separate call
-              (what is part of the loss itself needs all logits: no other spelling of the same loss avoids
-              that)
+              (what is part of the loss itself may need all logits in any spelling)
             built for 512 rows: logits 125 MiB
         """) in table(report(FUSED, KEPT))
 

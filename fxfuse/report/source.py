@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..compat import COMPILED, captured_frame, dynamo_source, in_captured_frame, modules_in_modules
+from ..compat import COMPILED, captured_frame, dynamo_source, given_value, in_captured_frame, modules_in_modules
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)  # its source is indented further
 TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
@@ -130,10 +130,32 @@ def _modules(node: Node) -> list[tuple[str, str]]:
 
 
 def given(weight: Any) -> Any:
-    """The placeholder that a weight is made of."""
-    while isinstance(weight, Node) and weight.op != "placeholder" and weight.all_input_nodes:
-        weight = weight.all_input_nodes[0]
-    return weight
+    """The placeholder that a weight is made of; itself if that is a batch's data, as in-batch contrastive losses have.
+
+    That is, if parameters and other tensors are in it.
+    """
+    first = weight
+    while isinstance(first, Node) and first.op != "placeholder" and first.all_input_nodes:
+        first = first.all_input_nodes[0]
+    return weight if first is not weight and len(set(map(_is_of_module, _placeholders(weight)))) > 1 else first
+
+
+def _placeholders(node: Node) -> set[Node]:
+    """The tensors given to a graph that a node is made of."""
+    seen, found, left = {node}, set(), [node]
+    while left:
+        one = left.pop()
+        if one.op == "placeholder" and isinstance(one.meta.get("example_value"), torch.Tensor):
+            found.add(one)
+        left += (other for other in one.all_input_nodes if other not in seen)
+        seen.update(one.all_input_nodes)
+    return found
+
+
+def _is_of_module(placeholder: Node) -> bool:
+    source = dynamo_source(placeholder)
+    owned = "._parameters[" in source or "._buffers[" in source
+    return owned or isinstance(given_value(placeholder), torch.nn.Parameter)
 
 
 def argument_name(node: Node) -> str:

@@ -49,6 +49,8 @@ def reshape(call: Call, input: ClassTensor, shape: tuple[Any, ...]) -> ClassTens
         _refuse_classes_before_others(call)
     # With its size unchanged, row-major order takes whole rows to whole rows.
     if len(out) == 0 or not same(out[-1], input.vocab):
+        if len(out) > 0 and isinstance(out[-1], int) and 1 < out[-1] < input.vocab and input.vocab % out[-1] == 0:
+            call.keep("vocabulary_split")
         call.keep("unknown_reader", f"{call.name}, which splits or merges the vocabulary,")
     op = RowOp(torch.reshape, ((*sizes[:-1], HIDDEN),), keeps_order=True)
     return derive(input, call.name, op, shape=out, class_dim=len(out) - 1)
@@ -71,7 +73,7 @@ def unflatten(call: Call, input: ClassTensor, dim: Any, sizes: Any) -> ClassTens
     if at == input.class_dim:
         if at != len(input.shape) - 1:
             _refuse_classes_before_others(call)
-        call.keep("unknown_reader", "unflatten, which splits the vocabulary,")
+        call.keep("vocabulary_split")
     op = RowOp(torch.unflatten, (at, tuple(sizes) if isinstance(sizes, (tuple, list)) else sizes), keeps_order=True)
     more = len(call.out.shape) - len(input.shape)
     return derive(input, call.name, op, shape=call.out.shape, class_dim=input.class_dim + more * (at < input.class_dim))
