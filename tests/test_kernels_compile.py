@@ -78,13 +78,12 @@ def record(
 ) -> list[Launch]:
     """The launches of one ``linear_loss``, and of the backward of ``linear_stats``.
 
-    A ``plain`` cross entropy, one ``without_turns``, one of a scaled and ``transposed`` weight
-    and of hidden states with gaps, one with a ``softcap``
-    and a mask, one that is ``capped`` alone, ``all_options``, those with ``few_hidden`` or ``fewer_hidden`` units or
-    with an ``odd_hidden`` size. Or ``entropy``, or ``entropy_and_top`` among the statistics, and its backward. Or
-    a ``loss`` alone with every option, of all rows if they are few, or a ``plain_loss``. Or products that are
-    ``stored``, and the statistics of softcapped logits. Or statistics of ``bounded`` logits alone, of few hidden units
-    in ``bounded_few``.
+    A ``plain`` cross entropy, one ``without_turns``, one of a scaled and ``transposed`` weight and of hidden states
+    with gaps, one with a ``softcap`` and a mask, one that is ``capped`` alone, ``all_options``, those with
+    ``few_hidden`` or ``fewer_hidden`` units or with an ``odd_hidden`` size. Or ``entropy``, or ``entropy_and_top``
+    among the statistics, and its backward. Or a ``loss`` alone with every option, of all rows if they are few, or a
+    ``plain_loss``. Or products that are ``stored``, and the statistics of softcapped logits. Or statistics of
+    ``bounded`` logits alone, of few hidden units in ``bounded_few``.
     """
     everything = kind not in ALONE and kind not in ("plain", "transposed", "softcap", "capped", "without_turns")
     vocab, indexed = 50257 if everything else 50256 if kind == "transposed" else 128256, 1

@@ -47,30 +47,22 @@ def full_like(call: Call, input: ClassTensor, fill_value: Any, dtype: Any = None
     return _filled(call, input, torch.full_like, fill_value)
 
 
-def _new(call: Call, input: ClassTensor, function: Callable[..., Any], *arguments: Any, device: Any) -> Beside:
+def _new(call: Call, input: ClassTensor, *arguments: Any, device: Any) -> Beside:
     def finish(emit: Emit, _: Statistics, __: Handle | None) -> Handle:
-        return emit(function, input.column(emit), *arguments, dtype=call.out.dtype, device=device)
+        return emit(
+            getattr(torch.Tensor, call.name), input.column(emit), *arguments, dtype=call.out.dtype, device=device
+        )
 
     return Beside(input, call.name, finish)
 
 
-def _sized(input: ClassTensor, *size: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> None:
-    """The arguments of ``Tensor.new_zeros`` and the like."""
-
-
-@rule("new_zeros", derives=False, like=_sized)
-def new_zeros(call: Call, input: ClassTensor, size: Any, dtype: Any = None, device: Any = None) -> Beside:
-    return _new(call, input, torch.Tensor.new_zeros, *size, device=device)
-
-
-@rule("new_ones", derives=False, like=_sized)
-def new_ones(call: Call, input: ClassTensor, size: Any, dtype: Any = None, device: Any = None) -> Beside:
-    return _new(call, input, torch.Tensor.new_ones, *size, device=device)
-
-
-@rule("new_empty", derives=False, like=_sized)
-def new_empty(call: Call, input: ClassTensor, size: Any, dtype: Any = None, device: Any = None) -> Beside:
-    return _new(call, input, torch.Tensor.new_empty, *size, device=device)
+@rule(
+    *("new_zeros", "new_ones", "new_empty"),
+    derives=False,
+    like=lambda input, *size, dtype=None, device=None, requires_grad=False: None,
+)
+def new_tensor(call: Call, input: ClassTensor, size: Any, dtype: Any = None, device: Any = None) -> Beside:
+    return _new(call, input, *size, device=device)
 
 
 @rule(
@@ -81,4 +73,4 @@ def new_empty(call: Call, input: ClassTensor, size: Any, dtype: Any = None, devi
 def new_full(
     call: Call, input: ClassTensor, size: Any, fill_value: Any, dtype: Any = None, device: Any = None
 ) -> Beside:
-    return _new(call, input, torch.Tensor.new_full, size, fill_value, device=device)
+    return _new(call, input, size, fill_value, device=device)
