@@ -73,6 +73,7 @@ def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launcher, "AsyncCompileMode", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(launcher, "_compiled", {})
     monkeypatch.setattr(launcher, "driver", mock.MagicMock())
+    monkeypatch.setattr(launcher, "prepare", lambda *_: None)  # CUDA's driver, where there is one, would know none
     return []
 
 
@@ -207,10 +208,9 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_compiles_what_an_op_launches(an_h200: None) -> None:
     x, w, index = torch.empty(256, 64).bfloat16(), torch.empty(512, 64).bfloat16(), torch.zeros(256, 1).long()
     call = gpu.GpuOperands.of(x, w, None, index, None, 1.0, "").call()
-    linear_stats = hopper.linear_stats.__wrapped__  # type: ignore[attr-defined]
     # One thread: in several, CPython 3.11.7's ast.parse may fail (gh-106905), after which ops compile again.
     with ThreadPoolExecutor(1) as threads, launcher.AsyncCompileMode(threads):
-        launcher._in_mode("rehearse", linear_stats, call, False, False, False, False, False)
+        launcher._in_mode("rehearse", hopper.linear_stats, call, False, False, False, False, False)
     from fxfuse.kernels.hopper import pingpong
 
     for kernel in (stats.merge_kernel, pingpong.stats_kernel):
@@ -414,7 +414,9 @@ def test_tensors_without_memory_ask_for_the_kernels_that_others_ask_for(
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
     # Which are not of somebody else here.
-    monkeypatch.setattr(launcher, "undisturbed", lambda replayed, *args: replayed.__wrapped__(*args))
+    monkeypatch.setattr(
+        launcher, "undisturbed", lambda replayed, *args, **options: replayed.__wrapped__(*args, **options)
+    )
     for node in reversed(losses(torch.bfloat16).nodes):
         if node.target in ops.can_be_rehearsed:
             args, kwargs = map_arg((node.args, node.kwargs), with_memory)

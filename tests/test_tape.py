@@ -126,6 +126,35 @@ def test_what_a_tape_cannot_hold(untaped: Any) -> None:
     assert list(recorder._tapes.values()) == [6]  # calls that were counted, and no tape
 
 
+def test_options_count_by_their_names() -> None:
+    def op(x: Tensor, *, plus: float = 0.0, times: float = 1.0, by: Tensor | None = None) -> Tensor:
+        return (x + plus) * times - (0.0 if by is None else by)
+
+    played = recorder.replayed(op)
+    for options in ({"plus": 2.0}, {"times": 2.0}, {"plus": 2.0, "times": 3.0}, {"times": 2.0, "plus": 3.0}):
+        for _ in range(4):
+            x, by = torch.randn(4), torch.randn(4)
+            assert torch.equal(played(x, **options), op(x, **options))
+            assert torch.equal(played(x, by=by, **options), op(x, by=by, **options))
+    assert [type(made) for made in recorder._tapes.values()] == [tape.Tape] * 8
+
+
+def test_what_does_not_suit_is_on_no_tape() -> None:
+    asked: list[int] = []
+
+    def suits(x: Tensor, number: float = 0.0) -> bool:
+        asked.append(len(x))
+        return len(x) > 3
+
+    played = recorder.replayed(lambda x, number=1.0: x * number, suits)
+    for rows in (3, 4):
+        for _ in range(5):
+            x = torch.randn(rows)
+            assert torch.equal(played(x, number=2.0), x * 2.0)
+    assert asked == [3, 4]  # once for those that look alike
+    assert [isinstance(made, tape.Tape) for made in recorder._tapes.values()] == [False, True]
+
+
 def test_more_steps_than_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MOST_STEPS", 3)
     steps = Steps()

@@ -38,33 +38,36 @@ _tapes: dict[Hashable, Tape | int] = {}  # or calls so far
 _lock = threading.RLock()  # a finaliser that calls an op may run anywhere
 
 
-def replayed(op: Callable[..., R]) -> Callable[..., R]:
+def replayed(op: Callable[..., R], suits: Callable[..., bool] | None = None) -> Callable[..., R]:
     """``op``, whose later calls are played from a tape.
 
     Its arguments are tensors, at least one, and what is hashed by value; tuples of these; and objects whose ``leaves``
-    are a tuple of these.
+    are a tuple of these. ``suits``, of the same arguments, tells whether such a call may be played at all; it is asked
+    once for those that look alike.
     """
 
     @functools.wraps(op)
-    def played(*args: Any) -> R:
+    def played(*args: Any, **options: Any) -> R:
         tensors: list[Tensor] = []
-        looks: list[Hashable] = [op]
-        _look(args, tensors, looks)
+        looks: list[Hashable] = [op, *options]
+        _look((*args, *options.values()), tensors, looks)
         if launcher.is_nested():
             # By ``launcher.rehearse``; anything else has come in between.
             rehearsed = any(tensor.is_meta for tensor in tensors)
-            return op(*args) if rehearsed else launcher.undisturbed(played, *args)
+            return op(*args, **options) if rehearsed else launcher.undisturbed(played, *args, **options)
         looks.append(tiles.dot_precision(tensors[0].dtype))
         key = tuple(looks)
         found = _tapes.get(key, 0)
         if isinstance(found, Tape):
             return found.play(*tensors)
+        if found == 0 and suits is not None and not suits(*args, **options):
+            found = ATTEMPTS + 1
         _keep(key, found + 1)
         if not 0 < found <= ATTEMPTS:  # the first call compiles
-            return op(*args)
+            return op(*args, **options)
         recorder = _Recorder(tensors)
         with recorder, launcher.listening(recorder):
-            result = op(*args)
+            result = op(*args, **options)
         made = recorder.tape(result)
         if made is not None:
             _keep(key, made)

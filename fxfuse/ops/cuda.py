@@ -1,9 +1,10 @@
 """The ops on a GPU: which way they take.
 
-What ``hopper`` takes goes there, the rest the ``general`` way. Neither waits for the device, and no numbers but counts
-are added atomically. Triton is imported on the first call. Without it, on GPUs before Ampere and for float64,
-``chunked`` does the work. On CPU tensors the same code runs under Triton's interpreter (``TRITON_INTERPRET=1``), which
-is how it is tested where there is no GPU. See ``contract`` for what is computed.
+What ``hopper`` takes goes there, and is played from tapes (``kernels.recorder``); the rest goes the ``general`` way.
+Neither waits for the device, and no numbers but counts are added atomically. Triton is imported on the first call.
+Without it, on GPUs before Ampere and for float64, ``chunked`` does the work. On CPU tensors the same code runs under
+Triton's interpreter (``TRITON_INTERPRET=1``), which is how it is tested where there is no GPU. See ``contract`` for
+what is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,50 @@ from . import chunked, general
 from .contract import Coefficients, gradient_dtypes, stash_dtype, total_weight
 from .gpu import GpuOperands, GpuUpstream, contiguous, current, has_kernels, hopper
 
+Op = Callable[..., Any]
 
+
+def _is_described(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    class_weight: Tensor | None,
+    scale: float,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Of the arguments of any of these ops: whether ``hopper`` takes the operands."""
+    head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform="")
+    return has_kernels(input, weight) and head.is_described()
+
+
+def _on_gpu(without_kernels: Op | None = None) -> Callable[[Op], Op]:
+    """The op on the device of its operands, played from a tape where they are described.
+
+    What its kernels do not take, ``without_kernels`` does.
+    """
+
+    def decorate(op: Op) -> Op:
+        @functools.cache
+        def played() -> Op:
+            from ..kernels.recorder import replayed  # imports Triton
+
+            return replayed(op, _is_described)
+
+        @functools.wraps(op)
+        def run(input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
+            if without_kernels is not None and not has_kernels(input, weight):
+                return without_kernels(input, weight, *args, **options)
+            with current(input.device):
+                return played()(input, weight, *args, **options)
+
+        return run
+
+    return decorate
+
+
+@_on_gpu(chunked.linear_stats)
 def linear_stats(
     input: Tensor,
     weight: Tensor,
@@ -38,32 +82,16 @@ def linear_stats(
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, ...]:
-    if not has_kernels(input, weight):
-        return chunked.linear_stats(
-            input,
-            weight,
-            bias,
-            index,
-            class_weight,
-            scale,
-            want_class_sum,
-            skip_unindexed,
-            want_log_prob_sum=want_log_prob_sum,
-            want_expectation=want_expectation,
-            want_entropy=want_entropy,
-            want_top=want_top,
-            transform=transform,
-            memory=memory,
-        )
     head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
     others = want_expectation, want_entropy or want_expectation, want_top
     if not head.is_described():
         wanted = (index >= 0).any(1) if skip_unindexed else None
         return general.stats(head, want_class_sum, want_log_prob_sum, wanted, *others, memory)
-    with current(input.device):
-        out = hopper().linear_stats(head.call(), skip_unindexed, want_class_sum or want_log_prob_sum, *others)
-    class_sum = out.class_sum if want_class_sum else out.class_sum.new_empty((0,))
-    log_prob_sum = out.class_sum.new_empty((0,))  # one result of an op may not be another
+    out = hopper().linear_stats(head.call(), skip_unindexed, want_class_sum or want_log_prob_sum, *others)
+    # One result of an op may not be another.
+    class_sum, log_prob_sum = (torch.empty(0, dtype=torch.float32, device=input.device) for _ in range(2))
+    if want_class_sum:
+        class_sum = out.class_sum
     if want_log_prob_sum:
         # In float64: what all logits of a row have in common may be far larger than what is left of the difference.
         total = total_weight(head.class_weight, weight.shape[0], torch.float64)
@@ -74,6 +102,7 @@ def linear_stats(
     )  # fmt: skip
 
 
+@_on_gpu(chunked.linear_stats_backward)
 def linear_stats_backward(
     input: Tensor,
     weight: Tensor,
@@ -96,23 +125,18 @@ def linear_stats_backward(
     transform: str = "",
     memory: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    needs = (need_input, need_weight, need_bias)
-    if not has_kernels(input, weight):
-        return chunked.linear_stats_backward(
-            input, weight, bias, index, class_weight, scale, lse, residual, g_lse, g_picked, g_class_sum, *needs,
-            entropy=entropy, g_entropy=g_entropy, expectation=expectation, transform=transform, memory=memory,
-        )  # fmt: skip
     head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
+    needs = (need_input, need_weight, need_bias)
     dtypes = gradient_dtypes(input, weight, bias)
     up = GpuUpstream(g_lse, g_picked, g_class_sum, g_entropy).contiguous()
     if head.is_described():
-        with current(input.device):
-            return hopper().linear_stats_backward(
-                head.call(), contiguous(lse), contiguous(residual), up, needs, dtypes, memory, contiguous(entropy)
-            )
+        return hopper().linear_stats_backward(
+            head.call(), contiguous(lse), contiguous(residual), up, needs, dtypes, memory, contiguous(entropy)
+        )
     return general.gradients(head, lse, residual, up, needs, dtypes, memory, entropy, expectation)
 
 
+@_on_gpu(chunked.linear_loss)
 def linear_loss(
     input: Tensor,
     weight: Tensor,
@@ -128,16 +152,11 @@ def linear_loss(
     *,
     transform: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs = (need_input, need_weight, need_bias)
-    if not has_kernels(input, weight):
-        return chunked.linear_loss(
-            input, weight, bias, index, class_weight, scale, c_log_prob, c_log_prob_sum, *needs, transform=transform
-        )
     head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform)
+    needs = (need_input, need_weight, need_bias)
     if head.is_described():
-        with current(input.device):
-            c = Coefficients(*map(contiguous, (c_log_prob, c_log_prob_sum)))  # type: ignore[arg-type]
-            loss, grads = hopper().linear_loss(head.call(), c, needs)
+        c = Coefficients(*map(contiguous, (c_log_prob, c_log_prob_sum)))  # type: ignore[arg-type]
+        loss, grads = hopper().linear_loss(head.call(), c, needs)
         return loss, *grads
     c, want_sums = Coefficients(c_log_prob, c_log_prob_sum).known(index), c_log_prob_sum is not None
     up = GpuUpstream(*c.upstream(total_weight(head.class_weight, weight.shape[0], torch.float32)))
@@ -179,6 +198,7 @@ def clean_index(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:
         return clean(index, vocab, ignore_index)
 
 
+@_on_gpu()
 def linear_loss_exponentials(
     input: Tensor,
     weight: Tensor,
@@ -192,12 +212,12 @@ def linear_loss_exponentials(
     transform: str = "",
 ) -> tuple[Tensor, ...]:
     call = GpuOperands.of(input, _on_vectors(weight), bias, index, class_weight, scale, transform).call()
-    with current(input.device):
-        c = Coefficients(*map(contiguous, (c_log_prob, c_log_prob_sum)))  # type: ignore[arg-type]
-        loss, kept = hopper().loss_and_exponentials(call, c)
+    c = Coefficients(*map(contiguous, (c_log_prob, c_log_prob_sum)))  # type: ignore[arg-type]
+    loss, kept = hopper().loss_and_exponentials(call, c)
     return loss, *kept
 
 
+@_on_gpu()
 def linear_loss_exponentials_backward(
     input: Tensor,
     weight: Tensor,
@@ -222,8 +242,7 @@ def linear_loss_exponentials_backward(
     kept = hopper().Kept(e, gathered, factor, own, order, length, row_sum)
     dtypes = gradient_dtypes(input, weight, bias)
     needs = (need_input, need_weight, need_bias)
-    with current(input.device):
-        return hopper().kept_gradients(call, kept, c_log_prob_sum, g.contiguous(), needs, dtypes)
+    return hopper().kept_gradients(call, kept, c_log_prob_sum, g.contiguous(), needs, dtypes)
 
 
 def _on_vectors(weight: Tensor) -> Tensor:
@@ -231,14 +250,12 @@ def _on_vectors(weight: Tensor) -> Tensor:
     return weight if weight.data_ptr() % 16 == 0 else weight.clone()
 
 
-def where_described(op: Callable[..., Any]) -> Callable[..., None]:
+def where_described(op: Op) -> Callable[..., None]:
     """``op``, which only acts if ``hopper`` takes its operands: the general way launches what it likes."""
 
     @functools.wraps(op)
-    def run(*args: Any, **kwargs: Any) -> None:
-        input, weight, bias, index, class_weight, scale, *_ = args  # of all these ops
-        head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform="")
-        if has_kernels(input, weight) and head.is_described():
-            op(*args, **kwargs)
+    def run(*args: Any, **options: Any) -> None:
+        if _is_described(*args, **options):
+            op(*args, **options)
 
     return run

@@ -300,7 +300,6 @@ def products(call: Call, out: Tensor) -> tuple[Tensor, Tensor]:
 # --- the ops --------------------------------------------------------------------------------------------------
 
 
-@replayed
 @compiled_together
 def linear_stats(call: Call, skip_unindexed: bool, *wants: bool) -> Stats:
     """``wants`` are of ``class_sum``, ``expectation``, ``entropy`` and ``top``."""
@@ -310,7 +309,6 @@ def linear_stats(call: Call, skip_unindexed: bool, *wants: bool) -> Stats:
     return out
 
 
-@replayed
 @compiled_together
 def linear_stats_backward(
     call: Call,
@@ -331,7 +329,6 @@ def linear_stats_backward(
     return grads.results()
 
 
-@replayed
 @compiled_together
 def linear_loss(
     call: Call, c: Coefficients, needs: tuple[bool, bool, bool]
@@ -351,7 +348,6 @@ def linear_loss(
     return call.loss(stats, c), grads.results()
 
 
-@replayed
 @compiled_together
 def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
     """The loss, and the exponentials of all rows as one chunk, from which ``kept_gradients`` makes the gradients."""
@@ -363,7 +359,6 @@ def loss_and_exponentials(call: Call, c: Coefficients) -> tuple[Tensor, Kept]:
     return call.loss(stats, c), made.kept
 
 
-@replayed
 @compiled_together
 def kept_gradients(
     call: Call,
