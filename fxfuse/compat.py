@@ -9,6 +9,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -373,6 +375,19 @@ def recompile_reason() -> str:
 def forbid_data_access(wrapper: Tensor) -> None:
     """Make C++ raise where it would read the memory of a wrapper, which has none, at address zero."""
     torch._C._set_throw_on_mutable_data_ptr(wrapper)
+
+
+def send_as_plain(kind: type[Tensor], plain: Callable[[Any], Tensor]) -> None:
+    """Let other processes be sent ``plain`` tensors in the place of those of ``kind``.
+
+    The picklers of ``torch.multiprocessing``, which refuses what is no leaf, and of RPC, where distributed autograd
+    comes to know what is sent, look for the very type of a tensor.
+    """
+    ForkingPickler.register(kind, lambda tensor: reduce_tensor(plain(tensor)))
+    if torch.distributed.rpc.is_available():
+        from torch.distributed.rpc.internal import _internal_rpc_pickler as rpc
+
+        rpc._register_reducer(kind, lambda tensor: rpc._tensor_reducer(plain(tensor)))
 
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:

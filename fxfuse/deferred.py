@@ -133,6 +133,7 @@ class DeferredLogits(LazyTensor):
 
 
 _KNOWN = {Tensor, torch.nn.Parameter, torch.nn.Buffer, DeferredLogits}
+compat.send_as_plain(DeferredLogits, plain_of)
 
 
 # --- functions that need more than values ---------------------------------------------------------------------

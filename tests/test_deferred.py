@@ -10,6 +10,8 @@ import gc
 import io
 import itertools
 import operator
+import pathlib
+import pickle
 import re
 import sys
 import threading
@@ -20,10 +22,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import pytest
+import scripts
 import torch
 import torch.nn.functional as F
 from helpers import FLOORS, compiled, dense_reads, new_sites, products_of_rows, relative_error
@@ -1651,6 +1655,50 @@ def test_pickling_and_copying(device: str) -> None:
         copy.deepcopy(s.z)  # as eager does for what is no leaf
     with pytest.raises(RuntimeError, match="requires grad"):
         s.z.cpu().numpy()
+
+
+def test_another_process_shares_logits_that_are_no_part_of_a_graph() -> None:
+    s = DeferredWorld.make(device="cpu")
+    with pytest.raises(RuntimeError, match="non-leaf tensor which requires_grad"):
+        ForkingPickler.dumps(s.z)  # as eager does
+    z = s.z.detach()
+    sent = pickle.loads(ForkingPickler.dumps(z))
+    assert type(sent) is Tensor and torch.equal(sent, World.make(device="cpu").z)
+    sent.zero_()
+    assert not z.any()
+
+
+@pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="PyTorch has no RPC")
+@pytest.mark.parametrize("backend", ["eager", "fxfuse"])
+def test_gradients_go_through_rpc(tmp_path: pathlib.Path, backend: str) -> None:
+    options = {"fxfuse.min_logits_bytes": 0, "fxfuse.inner": "eager"} if backend == "fxfuse" else None
+    body = f"""
+        from torch.distributed import autograd, rpc
+        import fxfuse
+
+        def loss(z): return F.cross_entropy(z, torch.arange(6))
+        def projection(x): return compiled(x)
+
+        file = rpc.TensorPipeRpcBackendOptions(init_method={f"file://{tmp_path}/store"!r})
+        rpc.init_rpc("this", rank=0, world_size=1, rpc_backend_options=file)
+        torch.manual_seed(0)
+        linear, x = torch.nn.Linear(8, 32).double(), torch.randn(6, 8).double()
+        compiled = torch.compile(linear, backend={backend!r}, options={options!r})
+        sent = lambda: rpc.rpc_sync("this", loss, args=(compiled(x),))
+        returned = lambda: loss(rpc.rpc_sync("this", projection, args=(x,)))
+        for program in (sent, returned):
+            with autograd.context() as context:
+                autograd.backward(context, [program()])
+                of = autograd.get_gradients(context)
+                same = torch.autograd.grad(loss(linear(x)), linear.parameters())
+                for parameter, gradient in zip(linear.parameters(), same, strict=True):
+                    torch.testing.assert_close(of[parameter], gradient)
+        assert bool(fxfuse.reads()) == {backend == "fxfuse"}
+        rpc.shutdown()
+    """
+    scripts.write(tmp_path, body)
+    done = scripts.python(tmp_path, "train.py")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
