@@ -9,6 +9,7 @@ import functools
 import gc
 import io
 import itertools
+import math
 import operator
 import pathlib
 import pickle
@@ -42,7 +43,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxfuse
 from fxfuse import deferred as deferred_module
-from fxfuse import errors, lazy, lazy_tensor, operands, passes, reading
+from fxfuse import errors, lazy, lazy_tensor, operands, passes, places, reading
 from fxfuse.deferred import DeferredLogits
 from fxfuse.origin import MOST_USED
 from fxfuse.report.records import journal
@@ -545,6 +546,23 @@ def test_many_parts_that_were_read_cost_one_build(monkeypatch: pytest.MonkeyPatc
         values = [row.tolist() for row in rows]
     assert len(rows) > len(reads) == 4 + 1
     torch.testing.assert_close(torch.tensor(values, dtype=z.dtype), eager.flatten(0, 1))
+
+
+@pytest.mark.parametrize("most", [places.MOST_RUNS, 1])
+def test_parts_of_too_many_runs_to_compare_cost_one_build(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    dense = lazy.dense
+
+    def watched(described: Any) -> Tensor:
+        rows.append(math.prod(described.shape[:-1]))
+        return dense(described)
+
+    monkeypatch.setattr(places, "MOST_RUNS", most)
+    monkeypatch.setattr(lazy, "dense", watched)
+    z, eager = DeferredWorld.make().z.detach(), World.make().z
+    for mine, theirs in zip((z[:, 1:], z[1:]), (eager[:, 1:], eager[1:]), strict=True):
+        torch.testing.assert_close(torch.tensor(mine.tolist(), dtype=z.dtype), theirs)
+    assert rows == [BATCH * (TIME - 1), BATCH * TIME if most == 1 else (BATCH - 1) * TIME]
 
 
 @pytest.mark.parametrize("view", [lambda z: z[:, -1], lambda z: z.view(-1, VOCAB)[2:], lambda z: z[0]])

@@ -1236,9 +1236,6 @@ def test_few_rows_keep_their_exponentials_where_a_gpu_has_the_kernels(device: st
     p = problem(*shape, torch.bfloat16, device)
     fast = device == "cuda" and torch.cuda.get_device_capability()[0] in (9, 10)
     assert cuda.keeps_exponentials(p.input, p.weight, 1, False, "") == fast
-    assert not cuda.keeps_exponentials(p.input.repeat(2, 1), p.weight, 1, False, "")  # more rows than hidden units
-    assert not cuda.keeps_exponentials(p.input, p.weight, 2, False, "")
-    assert not cuda.keeps_exponentials(p.input, p.weight, 1, True, "tanh")
     if not fast:
         return
     index, *c = loss_arguments(p, 1)

@@ -309,7 +309,7 @@ def test_launches_are_done_again_on_views_and_scratch(double: Doubled) -> None:
         assert aten.as_strided.default in calls
 
 
-def test_a_call_that_compiles_is_on_no_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_compiles_is_on_no_tape() -> None:
     def op(x: Tensor) -> Tensor:
         if (listener := launcher._listener.get()) is not None:
             listener.compiled()
@@ -322,12 +322,30 @@ def test_a_call_that_compiles_is_on_no_tape(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(isinstance(made, tape.Tape) for made in recorder._tapes.values())
 
 
-def test_nothing_is_played_within_another_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is played tells no listener of its launches."""
-    inner = recorder.replayed(lambda x: x * 2)
+def test_what_is_played_within_another_op_is_not_on_its_tape() -> None:
+    """A finaliser may call an op anywhere: what it launches, or plays, is no part of what is being written down."""
+    double = Doubled()
+
+    def inner(x: Tensor) -> Tensor:
+        out = torch.empty(3)
+        double(x, out, 3)
+        return out
+
+    played = recorder.replayed(inner)
     for _ in range(3):
-        inner(torch.randn(3))
-    outer = recorder.replayed(lambda x: inner(x) + 1)
+        played(torch.randn(3))
+    results: list[Tensor] = []
+    theirs = torch.randn(3)
+
+    def outer(x: Tensor) -> Tensor:
+        results.append(played(theirs))
+        return x + 1
+
+    op = recorder.replayed(outer)
     for _ in range(4):
         x = torch.randn(3)
-        assert torch.equal(outer(x), x * 2 + 1)
+        assert torch.equal(op(x), x + 1)
+    assert len(results) == 2 and all(torch.equal(result, theirs * 2) for result in results)
+    _, made = recorder._tapes.values()
+    assert isinstance(made, tape.Tape)
+    assert [type(step) for step in made.steps] == [tape.Called]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from fxfuse.kernels import launcher, recorder, tiles
-from fxfuse.ops import cuda, windows
+from fxfuse.ops import cuda, hopper, windows
 
 pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="kernels are interpreted")
 
@@ -94,6 +94,37 @@ def test_spans_of_statistics(rows: int, hidden: int, vocab: int, choices: tuple[
         for blocks in range(1, max(1, most // tile.rows) + 1):
             whole, rest = divmod(tiles.cdiv(rows, tile.rows), blocks)
             assert total <= (whole * time(tile, blocks) + (time(tile, rest) if rest else 0)) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows", "hidden", "vocab", "dtype", "options"),
+    [
+        (True, 128, 128, 2048, torch.bfloat16, (1, False, "")),
+        (True, 128, 128, 2048, torch.bfloat16, (0, True, "")),
+        (True, 1, 128, 2048, torch.bfloat16, (1, False, "tanh")),
+        (False, 129, 128, 2048, torch.bfloat16, (1, False, "")),  # more rows than hidden units
+        (False, 0, 128, 2048, torch.bfloat16, (1, False, "")),
+        (False, 128, 136, 2048, torch.bfloat16, (1, False, "")),  # no descriptor describes the weight
+        (False, 128, 128, 2048, torch.bfloat16, (2, False, "")),
+        (False, 128, 128, 2048, torch.bfloat16, (1, True, "tanh")),
+        (False, 128, 128, 2048, torch.float16, (1, False, "")),
+        (True, 4096, 4096, 196608, torch.bfloat16, (1, False, "")),  # 1.5 GiB
+        (False, 4096, 4096, 196609, torch.bfloat16, (1, False, "")),
+    ],
+)
+def test_what_keeps_its_exponentials(
+    wanted: bool,
+    rows: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    options: tuple[int, bool, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "machine", lambda device: tiles.Machine("hopper", 132, True))
+    assert (
+        hopper.keeps_exponentials(meta(rows, hidden, dtype=dtype), meta(vocab, hidden, dtype=dtype), *options) == wanted
+    )
 
 
 @pytest.mark.parametrize("rows", [65, 2432, 4096, 16384, 16385, 32768])

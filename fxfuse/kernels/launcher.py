@@ -178,7 +178,8 @@ def undisturbed(op: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     No op calls another, so what comes while one is recorded or rehearsed is of somebody else: a finaliser may run
     anywhere.
     """
-    return contextvars.Context().run(functools.partial(op, *args, **kwargs))
+    with compat.disable_dispatch_modes():
+        return contextvars.Context().run(functools.partial(op, *args, **kwargs))
 
 
 def stream() -> int | None:

@@ -177,17 +177,11 @@ def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_s
     """
     if torch.compiler.is_dynamo_compiling():  # which traces its callers, and could not trace this
         return False
-    (rows, hidden), vocab = input.shape, weight.shape[0]
-    if not all(isinstance(size, int) for size in (rows, hidden, vocab)):
+    if not all(isinstance(size, int) for size in (*input.shape, *weight.shape)):
         return False
-    if input.device.type != "cuda" or not has_kernels(input, weight) or not 0 < rows <= hidden:
+    if input.device.type != "cuda" or not has_kernels(input, weight) or not tiles.has_descriptors(input):
         return False
-    return (
-        tiles.has_descriptors(input)
-        and hopper().fits(input, weight)
-        and hopper().suits_exponentials(input.dtype, indexed, want_class_sum, transform)
-        and rows * vocab * input.dtype.itemsize <= hopper().MOST_EXPONENTIALS_BYTES
-    )
+    return bool(hopper().keeps_exponentials(input, weight, indexed, want_class_sum, transform))
 
 
 def clean_index(index: Tensor, vocab: int, ignore_index: int | None) -> Tensor:

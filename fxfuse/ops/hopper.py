@@ -27,15 +27,16 @@ from .contract import Coefficients, Upstream, normalisation, stash_dtype
 
 __all__ = [
     "Call",
+    "Exponentials",
     "Kept",
-    "fits",
+    "keeps_exponentials",
     "kept_gradients",
     "linear_loss",
     "linear_stats",
     "linear_stats_backward",
     "loss_and_exponentials",
     "products",
-    "suits_exponentials",
+    "rows_of_exponentials",
     "suits_products",
     "takes",
 ]
@@ -390,6 +391,17 @@ def suits_exponentials(dtype: torch.dtype, indexed: int, want_class_sum: bool, t
     sums give is of rank one only where logits are not transformed.
     """
     return dtype != torch.float16 and indexed <= 1 and not (want_class_sum and transform)
+
+
+def keeps_exponentials(input: Tensor, weight: Tensor, indexed: int, want_class_sum: bool, transform: str) -> bool:
+    """Whether a loss of such operands, where ``tiles.has_descriptors``, should keep its exponentials."""
+    (rows, hidden), vocab = input.shape, weight.shape[0]
+    return (
+        0 < rows <= hidden
+        and fits(input, weight)
+        and suits_exponentials(input.dtype, indexed, want_class_sum, transform)
+        and rows * vocab * input.dtype.itemsize <= MOST_EXPONENTIALS_BYTES
+    )
 
 
 def _factors(call: Call, up: Upstream, entropy: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
