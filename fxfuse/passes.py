@@ -13,7 +13,7 @@ import torch
 
 from . import compat, ops
 from .algebra import ClassTensor, Comparison, Exponentials, Logits, LogProbs, Targeted, WeighedLogits
-from .ops.contract import acc_dtype, stash_dtype
+from .ops.contract import RowStats, acc_dtype, stash_dtype
 from .ops.cuda import keeps_exponentials
 from .readers import Beside, Coefficients, Reader, Statistics, Whole, with_offset
 from .replay import Emit, Handle
@@ -383,7 +383,7 @@ def statistics(
     options |= {name: True for name in ops.OPTIONAL if any(getattr(reader, name) for reader in readers)}
     class_sums = any(reader.want_class_sum for reader in readers)
     out = emit(ops.linear_stats, *operands, index, weight, scale, class_sums, skip, **options)
-    found = Statistics(*(emit(operator.getitem, out, i) for i in range(10)))
+    found = Statistics(**{name: emit(operator.getitem, out, i) for i, name in enumerate(RowStats._fields)})
 
     def part(emit: Emit, handle: Handle, reader: Reader) -> Handle:
         if reader.index is None:

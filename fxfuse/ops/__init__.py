@@ -22,7 +22,7 @@ from .. import errors
 from ..compat import OpOverload
 from ..kernels.tiles import adds_class_sums, padded, row_block
 from . import chunked, cuda, divergence_cuda, gpu, softmax_cuda
-from .contract import acc_dtype, stash_dtype, total_weight
+from .contract import RowStats, acc_dtype, stash_dtype, total_weight
 from .divergence import linear_divergence as linear_divergence
 from .divergence import linear_divergence_backward
 from .library import (
@@ -49,7 +49,7 @@ for _schema in (
     "check_index(Tensor index, SymInt vocab, int? ignore_index, bool wraps=False) -> Tensor",
     f"linear_stats({_OPERANDS}, bool want_class_sum, bool skip_unindexed, *, bool want_log_prob_sum=False,"
     " bool want_expectation=False, bool want_entropy=False, bool want_top=False, str transform='', int memory=0)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" -> ({', '.join(['Tensor'] * len(RowStats._fields))})",
     f"linear_stats_backward({_OPERANDS}, Tensor lse, Tensor residual, Tensor g_lse, Tensor g_picked,"
     f" Tensor? g_class_sum, {NEEDS}, *, Tensor? entropy=None, Tensor? g_entropy=None, Tensor? expectation=None,"
     " str transform='', int memory=0) -> (Tensor, Tensor, Tensor)",
@@ -140,10 +140,23 @@ def _linear_stats_fake(
     want_top: bool = False,
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    rows, acc, want_class_sum = input.shape[:1], acc_dtype(input.dtype), rest[2]
-    wants = want_class_sum, want_log_prob_sum, True, want_expectation, want_entropy or want_expectation, want_top
-    shapes = rows, index.shape, index.shape, *(rows if want else (0,) for want in wants)
-    return *(input.new_empty(shape, dtype=acc) for shape in shapes), input.new_empty(shapes[-1], dtype=torch.int64)
+    acc, want_class_sum = acc_dtype(input.dtype), rest[2]
+
+    def of_rows(want: bool = True, dtype: torch.dtype = acc) -> Tensor:
+        return input.new_empty(input.shape[:1] if want else (0,), dtype=dtype)
+
+    return RowStats(
+        lse=of_rows(),
+        picked=input.new_empty(index.shape, dtype=acc),
+        log_prob=input.new_empty(index.shape, dtype=acc),
+        class_sum=of_rows(want_class_sum),
+        log_prob_sum=of_rows(want_log_prob_sum),
+        residual=of_rows(),
+        expectation=of_rows(want_expectation),
+        entropy=of_rows(want_entropy or want_expectation),
+        top=of_rows(want_top),
+        argmax=of_rows(want_top, torch.int64),
+    )
 
 
 for _name in ("linear_stats_backward", "linear_loss_exponentials_backward"):
@@ -186,34 +199,25 @@ def _stats_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
     ctx.scale, ctx.want_class_sum, ctx.options = scale, want_class_sum, dict(keyword_only_inputs)
     for want in OPTIONAL:
         setattr(ctx, want, ctx.options.pop(want))
-    lse, _, _, _, _, residual, expectation, entropy, _, argmax = output
-    ctx.save_for_backward(input, weight, bias, index, class_weight, lse, residual, expectation, entropy, argmax)
-    ctx.mark_non_differentiable(residual, argmax)
+    of = RowStats(*output)
+    operands = input, weight, bias, index, class_weight
+    ctx.save_for_backward(*operands, of.lse, of.residual, of.expectation, of.entropy, of.argmax)
+    ctx.mark_non_differentiable(of.residual, of.argmax)
 
 
-def _stats_backward(
-    ctx: Any,
-    g_lse: Tensor | None,
-    g_picked: Tensor | None,
-    g_log_prob: Tensor | None,
-    g_class_sum: Tensor | None,
-    g_log_prob_sum: Tensor | None,
-    g_residual: None,
-    g_expectation: Tensor | None,
-    g_entropy: Tensor | None,
-    g_top: Tensor | None,
-    g_argmax: None,
-) -> tuple[Any, ...]:
+def _stats_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     refuse_second_order("linear_stats")
     input, weight, bias, index, class_weight, lse, residual, expectation, entropy, argmax = ctx.saved_tensors
     nothing = (None,) * 5
-    g_class_sum = g_class_sum if ctx.want_class_sum else None
-    g_log_prob_sum = g_log_prob_sum if ctx.want_log_prob_sum else None
-    g_expectation = g_expectation if ctx.want_expectation else None
-    g_entropy = g_entropy if ctx.want_entropy or ctx.want_expectation else None
-    g_top = g_top if ctx.want_top else None
-    given = g_lse, g_picked, g_log_prob, g_class_sum, g_log_prob_sum, g_expectation, g_entropy, g_top
-    if all(g is None for g in given):
+    given = RowStats(*gradients)  # type: ignore[arg-type]  # None for what was not used
+    g_lse, g_picked, g_log_prob = given.lse, given.picked, given.log_prob
+    g_class_sum = given.class_sum if ctx.want_class_sum else None
+    g_log_prob_sum = given.log_prob_sum if ctx.want_log_prob_sum else None
+    g_expectation = given.expectation if ctx.want_expectation else None
+    g_entropy = given.entropy if ctx.want_entropy or ctx.want_expectation else None
+    g_top = given.top if ctx.want_top else None
+    wanted = g_lse, g_picked, g_log_prob, g_class_sum, g_log_prob_sum, g_expectation, g_entropy, g_top
+    if all(g is None for g in wanted):
         return None, None, None, *nothing
     g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
     g_picked = torch.zeros(index.shape, dtype=lse.dtype, device=lse.device) if g_picked is None else g_picked

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from ..transform import Transform, apply, apply_with_slope, decode
-from .contract import Coefficients, Upstream, acc_dtype, gradient_dtypes, gradient_or_none, stash_dtype, total_weight
+from .contract import (
+    Coefficients,
+    RowStats,
+    Upstream,
+    acc_dtype,
+    gradient_dtypes,
+    gradient_or_none,
+    stash_dtype,
+    total_weight,
+)
 from .products import add_product, product, weighted_sum
 
 # Large enough for full-speed products. Logits that fit are one chunk, which Inductor takes as well: in quarters, 512
@@ -98,19 +107,6 @@ class Wants(NamedTuple):
 NOTHING_MORE = Wants()
 
 
-class _RowStats(NamedTuple):
-    lse: Tensor
-    picked: Tensor
-    log_prob: Tensor
-    class_sum: Tensor | None
-    log_prob_sum: Tensor | None
-    residual: Tensor
-    expectation: Tensor | None
-    entropy: Tensor | None
-    top: Tensor
-    argmax: Tensor | None
-
-
 class _Softmax(NamedTuple):
     exponentials: Tensor  # [C, V]: of the shifted logits, in their memory unless these are wanted too
     total: Tensor  # [C]: their sums
@@ -124,7 +120,7 @@ ENTROPY_BUFFERS = 3
 
 def exponentiate(
     z: Tensor, index: Tensor, class_weight: Tensor | None, wants: Wants = NOTHING_MORE
-) -> tuple[_RowStats, _Softmax]:
+) -> tuple[RowStats, _Softmax]:
     """The statistics of the logits ``z``, which are overwritten, and the softmax of which they are made."""
     indexed = index >= 0
     picked = torch.where(indexed, z.gather(1, index.clamp(min=0)), 0.0)
@@ -132,11 +128,13 @@ def exponentiate(
     def over_classes() -> Tensor:
         return z.sum(1) if class_weight is None else weighted_sum(z, class_weight)
 
-    class_sum = over_classes() if wants.class_sum else None
-    top, argmax = z.max(1) if wants.top else (z.amax(1), None)
+    nothing = z.new_empty(0)
+    class_sum = over_classes() if wants.class_sum else nothing
+    top, argmax = z.max(1) if wants.top else (z.amax(1), nothing)
     # A shift by an infinite maximum would give NaN where logsumexp is plainly infinite.
     shift = torch.where(top.isinf(), 0.0, top)
-    e = expectation = entropy = mean = log_prob_sum = None
+    e = mean = None
+    expectation = entropy = log_prob_sum = nothing
     if wants.expectation:  # of logits that are not shifted: it may be far less than their maximum
         e = (z - shift[:, None]).exp_()
         expectation = (e * z).sum(1)
@@ -149,17 +147,17 @@ def exponentiate(
     # top - top is NaN for an infinite maximum, where log_softmax is NaN too.
     log_total = total.log() + (top - top)
     log_prob = torch.where(indexed, (picked - top[:, None]) - log_total[:, None], 0.0)
-    if log_prob_sum is not None:
+    if wants.log_prob_sum:
         log_prob_sum = log_prob_sum - log_total * total_weight(class_weight, z.shape[1], z.dtype)
     lse = shift + total.log()
     residual = (shift - lse + total.log()).nan_to_num_(0.0)
-    if expectation is not None:
+    if wants.expectation:
         expectation = expectation / total
     if wants.entropy:
         mean = (e * z).sum(1) / total
         entropy = total.log() - mean
     return (
-        _RowStats(lse, picked, log_prob, class_sum, log_prob_sum, residual, expectation, entropy, top, argmax),
+        RowStats(lse, picked, log_prob, class_sum, log_prob_sum, residual, expectation, entropy, top, argmax),
         _Softmax(e, total, z if wants.entropy else None, mean),
     )
 
@@ -271,31 +269,31 @@ def linear_stats(
         return gradient_or_none(input.shape[:1], input, dtype, asked)
 
     of_index = input.new_zeros(index.shape, dtype=head.acc)
-    out = _RowStats(
-        of_rows(),
-        of_index,
-        torch.zeros_like(of_index),
-        of_rows(want_class_sum),
-        of_rows(want_log_prob_sum),
-        of_rows(),
-        of_rows(want_expectation),
-        of_rows(want_entropy),
-        of_rows(want_top),
-        of_rows(want_top, torch.int64),
+    out = RowStats(
+        lse=of_rows(),
+        picked=of_index,
+        log_prob=torch.zeros_like(of_index),
+        class_sum=of_rows(want_class_sum),
+        log_prob_sum=of_rows(want_log_prob_sum),
+        residual=of_rows(),
+        expectation=of_rows(want_expectation),
+        entropy=of_rows(want_entropy),
+        top=of_rows(want_top),
+        argmax=of_rows(want_top, torch.int64),
     )
     wanted = (index >= 0).any(1) if skip_unindexed else None
     buffers = ENTROPY_BUFFERS if want_entropy else 1
     for chunk in _chunks(head, input, index, wanted, want_slope=False, memory=memory, buffers=buffers):
         stats, softmax = exponentiate(chunk.z, chunk.index, c, wants)
         for whole, part in zip(out, stats, strict=True):
-            if whole is not None and part is not None and whole.shape[0]:
+            if whole.shape[0]:
                 whole[chunk.at] = part
         del chunk, softmax
     if wanted is not None:
         for one in out:
-            if one is not None and one.shape == wanted.shape:  # not those that nobody asked for
+            if one.shape == wanted.shape:  # not those that nobody asked for
                 one.masked_fill_(~wanted, 0)
-    return tuple(out)  # type: ignore[arg-type]
+    return out
 
 
 def linear_loss(
@@ -318,7 +316,7 @@ def linear_loss(
     head = Head.of(input, weight, bias, scale, transform)
     loss = c_log_prob.new_zeros(())
 
-    def add_loss(at: Tensor | slice, stats: _RowStats) -> None:
+    def add_loss(at: Tensor | slice, stats: RowStats) -> None:
         here = Coefficients(*(None if each is None else each[at] for each in c))  # type: ignore[arg-type]
         loss.add_(here.loss(stats.log_prob, stats.log_prob_sum))
 
@@ -365,7 +363,7 @@ def _sweep(
     up: Upstream,
     wanted: Tensor,
     grads: Gradients,
-    see: Callable[[Tensor | slice, _RowStats], None] | None,
+    see: Callable[[Tensor | slice, RowStats], None] | None,
     memory: int = 0,
 ) -> None:
     """One pass over the wanted rows: show ``see`` their statistics, then add their gradients to ``grads``."""

@@ -113,6 +113,21 @@ class Operands:
         return self.input, self.weight, self.bias, self.index, self.class_weight, self.scale, self.transform
 
 
+class RowStats(NamedTuple):
+    """The row statistics, in the order in which the op returns them; empty where not asked for."""
+
+    lse: Tensor
+    picked: Tensor
+    log_prob: Tensor
+    class_sum: Tensor
+    log_prob_sum: Tensor
+    residual: Tensor
+    expectation: Tensor
+    entropy: Tensor
+    top: Tensor
+    argmax: Tensor
+
+
 class Upstream(NamedTuple):
     """The gradient that each statistic receives.
 

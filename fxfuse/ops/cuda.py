@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels import tiles
 from . import chunked, general
-from .contract import Coefficients, gradient_dtypes, stash_dtype, total_weight
+from .contract import Coefficients, RowStats, gradient_dtypes, stash_dtype, total_weight
 from .gpu import GpuOperands, GpuUpstream, contiguous, current, has_kernels, hopper
 
 Op = Callable[..., Any]
@@ -88,18 +88,29 @@ def linear_stats(
         wanted = (index >= 0).any(1) if skip_unindexed else None
         return general.stats(head, want_class_sum, want_log_prob_sum, wanted, *others, memory)
     out = hopper().linear_stats(head.call(), skip_unindexed, want_class_sum or want_log_prob_sum, *others)
-    # One result of an op may not be another.
-    class_sum, log_prob_sum = (torch.empty(0, dtype=torch.float32, device=input.device) for _ in range(2))
-    if want_class_sum:
-        class_sum = out.class_sum
     if want_log_prob_sum:
         # In float64: what all logits of a row have in common may be far larger than what is left of the difference.
         total = total_weight(head.class_weight, weight.shape[0], torch.float64)
         log_prob_sum = (out.class_sum - total * (out.lse.double() + out.residual)).float()
-    return (
-        out.lse, out.picked, out.log_prob, class_sum, log_prob_sum, out.residual, out.expectation, out.entropy, out.top,
-        out.argmax,
-    )  # fmt: skip
+    else:
+        log_prob_sum = _nothing(input.device)
+    return RowStats(
+        lse=out.lse,
+        picked=out.picked,
+        log_prob=out.log_prob,
+        class_sum=out.class_sum if want_class_sum else _nothing(input.device),
+        log_prob_sum=log_prob_sum,
+        residual=out.residual,
+        expectation=out.expectation,
+        entropy=out.entropy,
+        top=out.top,
+        argmax=out.argmax,
+    )
+
+
+def _nothing(device: torch.device) -> Tensor:
+    """What was not asked for: a new one each time, as one result of an op may not be another."""
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 @_on_gpu(chunked.linear_stats_backward)

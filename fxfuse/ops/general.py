@@ -12,14 +12,13 @@ the chunk's product was.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels import tiles
 from ..transform import decode, steepest
-from .contract import normalisation
+from .contract import RowStats, normalisation
 from .gpu import GpuOperands, GpuUpstream, contiguous, current
 from .windows import Gradients, chunks_of, multiply, of_products, split_rest, windows_of
 
@@ -31,24 +30,9 @@ LEAST_PRODUCT_BYTES, MOST_PRODUCT_BYTES = 64 << 20, 1 << 30
 _EVERYTHING = slice(None)
 
 
-class RowStats(NamedTuple):
-    """The statistics of the contract, in its order; empty where not asked for."""
-
-    lse: Tensor
-    picked: Tensor
-    log_prob: Tensor
-    class_sum: Tensor
-    log_prob_sum: Tensor
-    residual: Tensor
-    expectation: Tensor
-    entropy: Tensor
-    top: Tensor
-    argmax: Tensor
-
-    @classmethod
-    def cat(cls, parts: list[RowStats]) -> RowStats:
-        """Of all rows, from those of their chunks."""
-        return cls(*map(torch.cat, zip(*parts, strict=True)))
+def _cat(parts: list[RowStats]) -> RowStats:
+    """Of all rows, from those of their chunks."""
+    return RowStats(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def stores_products(head: GpuOperands) -> bool:
@@ -72,7 +56,7 @@ def stats(
         if not stores_products(head):
             return _row_stats(head, _EVERYTHING, *wants)
         chunks = _chunks(head, ROWS_OF_STATS, memory)
-        return RowStats.cat([_row_stats(head, here, *wants, product) for here, product in _products(head, chunks)])
+        return _cat([_row_stats(head, here, *wants, product) for here, product in _products(head, chunks)])
 
 
 def stats_and_gradients(
@@ -95,7 +79,7 @@ def stats_and_gradients(
                 _write_dlogits(head, product, here, whole, part.lse, part.residual, up, product=product)
                 for at in at_classes:
                     grads.add(here, at, product[:, at])
-        return RowStats.cat(parts), grads.result()
+        return _cat(parts), grads.result()
 
 
 def gradients(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..transform import apply_with_slope, decode
-from .contract import acc_dtype, stash_dtype
+from .contract import RowStats, acc_dtype, stash_dtype
 
 
 def logits(
@@ -45,12 +45,11 @@ def linear_stats(
     indexed = index >= 0
     at = index.clamp(min=0)
     zero = z.new_zeros(())
-    lse = z.logsumexp(1)
+    lse, log_p = z.logsumexp(1), z.log_softmax(1)
     picked = torch.where(indexed, z.gather(1, at), zero)
-    log_prob = torch.where(indexed, z.log_softmax(1).gather(1, at), zero)
+    log_prob = torch.where(indexed, log_p.gather(1, at), zero)
     class_sum = log_prob_sum = expectation = entropy = top = z.new_zeros((0,))
     argmax = index.new_zeros((0,))
-    log_p = z.log_softmax(1)
     c = 1.0 if class_weight is None else class_weight.to(z.dtype)
     if want_class_sum:
         class_sum = (z * c).sum(1)
@@ -70,7 +69,7 @@ def linear_stats(
             torch.where(wanted, t, 0) if t.numel() else t
             for t in (lse, class_sum, log_prob_sum, expectation, entropy, top, argmax)
         )
-    return lse, picked, log_prob, class_sum, log_prob_sum, residual, expectation, entropy, top, argmax
+    return RowStats(lse, picked, log_prob, class_sum, log_prob_sum, residual, expectation, entropy, top, argmax)
 
 
 def linear_stats_backward(
