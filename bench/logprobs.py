@@ -22,8 +22,10 @@ from tqdm import tqdm
 import fxfuse
 
 HIDDEN = 4096
+# What varies, and what the other is meanwhile.
 ROWS = [1, 16, 256, 1024, 4096, 8192, 16384]
 VOCABULARIES = [8192, 16384, 32768, 65536, 131072, 262144]
+VOCABULARY, SAME_ROWS = 131072, 4096
 
 
 def naive(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -58,13 +60,13 @@ def measure(rows: int, hidden: int, vocab: int, args: argparse.Namespace) -> dic
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--hidden", type=positive, default=HIDDEN, help="hidden units (default %(default)s)")
-    parser.add_argument("--rows", type=positive, nargs="+", default=ROWS, help="with the vocabulary at 131072")
-    parser.add_argument("--vocab", type=positive, nargs="+", default=VOCABULARIES, help="with 4096 rows")
+    parser.add_argument("--rows", type=positive, nargs="+", default=ROWS, help=f"with the vocabulary at {VOCABULARY}")
+    parser.add_argument("--vocab", type=positive, nargs="+", default=VOCABULARIES, help=f"with {SAME_ROWS} rows")
     add_machine(parser)
     add_repeats(parser)
     add_json(parser)
     args = parser.parse_args()
-    sizes = [("rows", rows, 131072) for rows in args.rows] + [("vocab", 4096, vocab) for vocab in args.vocab]
+    sizes = [("rows", rows, VOCABULARY) for rows in args.rows] + [("vocab", SAME_ROWS, vocab) for vocab in args.vocab]
     conditions = about(args.device, args.dtype)
     results: list[dict[str, Any]] = []
     for over, rows, vocab in tqdm(sizes, file=sys.stderr, unit="size"):

@@ -373,7 +373,7 @@ class OfTwoHeads(ClassTensor):
         return replace(super().map(function, since), teacher=teacher)
 
     def handles(self, shifted: bool = True) -> tuple[Handle, ...]:
-        assert self.teacher is not None
+        assert self.teacher is not None  # shifts of rows cannot be added to the statistics of two heads
         return (*super().handles(), *self.teacher.handles())
 
     def with_heads(self: T, of: Callable[[Head], Head]) -> T:

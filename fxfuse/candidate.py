@@ -12,7 +12,7 @@ from . import compat
 from .algebra import ClassTensor, Head
 from .escape import Escaped
 from .mutation import example_of
-from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DTYPES
+from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DEVICES, SUPPORTED_DTYPES
 from .readers import Reader
 from .reasons import Reason, because
 from .report.source import function_name, location
@@ -107,7 +107,7 @@ def unfit(candidate: Candidate, autocast: bool) -> Reason | None:
             return because("functional_transform", name, where)
         if not compat.is_plain(example):
             return because("subclass", f"{name} ({type(example).__name__})", where)
-        if example.device.type not in ("cpu", "cuda"):
+        if example.device.type not in SUPPORTED_DEVICES:
             return because("device", str(example.device), where)
         if example.device != example_of(head.input).device:
             return because("device", f"{example_of(head.input).device} and {example.device}", where)

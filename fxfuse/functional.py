@@ -18,7 +18,7 @@ from . import errors
 from .algebra import Head, Logits
 from .compat import forward_ad_active, is_autocast_enabled, is_plain, transform_active
 from .eager import EMIT
-from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DTYPES
+from .ops.contract import AUTOCAST_DTYPES, SUPPORTED_DEVICES, SUPPORTED_DTYPES
 from .originals import original_or_itself
 from .passes import compute
 from .rules import TABLE, Call, Keep
@@ -228,7 +228,7 @@ def _consistent(input: Tensor, weight: Tensor, bias: Tensor | None, others: list
         not forward_ad_active()
         and not transform_active()
         and all(is_plain(t) and t.device == input.device for t in tensors)
-        and input.device.type in ("cpu", "cuda")
+        and input.device.type in SUPPORTED_DEVICES
         and input.dim() >= 1
         and weight.dim() == 2
         and input.shape[-1] == weight.shape[1] > 0 < weight.shape[0]

@@ -701,7 +701,7 @@ def _closed(expression: str) -> str:
     return f"({expression})" if any(f" {sign} " in expression for sign in "+*/@-") else expression
 
 
-def _template(templates: list[str], *, normalised: bool | None = None) -> Callable[[Builder], bool]:
+def _template(templates: list[str]) -> Callable[[Builder], bool]:
     """A step that replaces a value by what a template makes of it."""
 
     def step(b: Builder) -> bool:

@@ -264,3 +264,26 @@ def products_of_rows(vocab: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
             (*_, rows, summed), (*_, made) = event.input_shapes[first : first + 2]
             if made == vocab and rows > 1 and summed > 1:  # of one row, for the weight's gradient, nothing is summed
                 found.append(rows)
+
+
+# --- the same values, laid out otherwise ------------------------------------------------------------------------
+
+
+def _garbage(like: Tensor, *shape: int) -> Tensor:
+    return like.new_full(shape, math.nan if like.is_floating_point() else 10**6)
+
+
+def strided(t: Tensor) -> Tensor:
+    wide = _garbage(t, t.shape[0], 2 * t.shape[1] + 1)
+    wide[:, 1::2] = t
+    return wide[:, 1::2]
+
+
+def transposed(t: Tensor) -> Tensor:
+    return t.t().contiguous().t()
+
+
+def every_other_row(t: Tensor) -> Tensor:
+    tall = _garbage(t, 2 * t.shape[0], t.shape[1])
+    tall[::2] = t
+    return tall[::2]

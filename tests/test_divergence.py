@@ -17,9 +17,12 @@ from helpers import (
     LargestTensor,
     assert_no_worse_than_eager,
     doubled,
+    every_other_row,
     floor,
     problem,
     relative_error,
+    strided,
+    transposed,
     upstream,
     value_and_grads,
 )
@@ -465,24 +468,8 @@ def test_operands_and_results_are_not_written_to(device: str) -> None:
         assert all(torch.equal(now, then) for now, then in zip(given, before, strict=True))
 
 
-def _strided(t: Tensor) -> Tensor:
-    wide = t.new_full((t.shape[0], 2 * t.shape[1] + 1), nan)
-    wide[:, 1::2] = t
-    return wide[:, 1::2]
-
-
-def _transposed(t: Tensor) -> Tensor:
-    return t.t().contiguous().t()
-
-
-def _every_other_row(t: Tensor) -> Tensor:
-    tall = t.new_full((2 * t.shape[0], t.shape[1]), nan)
-    tall[::2] = t
-    return tall[::2]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("layout", [_strided, _transposed, _every_other_row])
+@pytest.mark.parametrize("layout", [strided, transposed, every_other_row])
 def test_memory_layout_does_not_matter(device: str, layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     operands = two_heads(19, 8, 37, dtype, device)
     placed = [layout(t) if t.dim() == 2 else torch.stack((t, t), 1)[:, 0] for t in operands]

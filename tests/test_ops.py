@@ -19,10 +19,13 @@ from helpers import (
     Problem,
     assert_no_worse_than_eager,
     doubled,
+    every_other_row,
     floor,
     new_sites,
     problem,
     relative_error,
+    strided,
+    transposed,
     upstream,
     value_and_grads,
 )
@@ -639,28 +642,8 @@ def test_bias_keeps_its_own_dtype(device: str) -> None:
     assert float((grad.double() - exact_grad).norm() / exact_grad.norm()) < 2e-3
 
 
-def _garbage(like: Tensor, *shape: int) -> Tensor:
-    return like.new_full(shape, nan if like.is_floating_point() else 10**6)
-
-
-def _strided(t: Tensor) -> Tensor:
-    wide = _garbage(t, t.shape[0], 2 * t.shape[1] + 1)
-    wide[:, 1::2] = t
-    return wide[:, 1::2]
-
-
-def _transposed(t: Tensor) -> Tensor:
-    return t.t().contiguous().t()
-
-
-def _every_other_row(t: Tensor) -> Tensor:
-    tall = _garbage(t, 2 * t.shape[0], t.shape[1])
-    tall[::2] = t
-    return tall[::2]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("layout", [_strided, _transposed, _every_other_row])
+@pytest.mark.parametrize("layout", [strided, transposed, every_other_row])
 def test_memory_layout_does_not_matter(device: str, layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     p = problem(19, 8, 37, dtype, device)
     index, *c = loss_arguments(p, 3)

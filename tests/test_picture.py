@@ -169,7 +169,7 @@ def test_a_checkpointed_body(sketched: Callable[..., Sketch]) -> None:
     assert not any("functional.cross_entropy(" in line for line in code.after)
 
 
-def test_large_neighbourhoods_are_cut(sketched: Callable[..., Sketch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_neighbourhoods_are_cut(sketched: Callable[..., Sketch]) -> None:
     (drawing,) = sketched(Model().pieces).drawings
     assert len(drawing.before) == picture.LIMIT
     assert drawing.left_out > 0

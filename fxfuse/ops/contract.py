@@ -69,6 +69,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SUPPORTED_DEVICES = ("cpu", "cuda")
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 AUTOCAST_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))  # which autocast converts to its own
 

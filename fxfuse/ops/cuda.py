@@ -19,24 +19,14 @@ from torch import Tensor
 from ..kernels import tiles
 from . import chunked, general
 from .contract import Coefficients, RowStats, gradient_dtypes, stash_dtype, total_weight
-from .gpu import GpuOperands, GpuUpstream, contiguous, current, has_kernels, hopper
+from .gpu import GpuOperands, GpuUpstream, contiguous, current, has_kernels, hopper, is_described
 
 Op = Callable[..., Any]
 
 
-def _is_described(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    class_weight: Tensor | None,
-    scale: float,
-    *_: Any,
-    **__: Any,
-) -> bool:
+def _is_described(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> bool:
     """Of the arguments of any of these ops: whether ``hopper`` takes the operands."""
-    head = GpuOperands.of(input, weight, bias, index, class_weight, scale, transform="")
-    return has_kernels(input, weight) and head.is_described()
+    return is_described(input, weight)
 
 
 def _on_gpu(without_kernels: Op | None = None) -> Callable[[Op], Op]:

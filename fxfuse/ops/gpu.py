@@ -35,6 +35,11 @@ def has_kernels(input: Tensor, weight: Tensor) -> bool:
     return has_triton(input.device)
 
 
+def is_described(input: Tensor, weight: Tensor) -> bool:
+    """Whether ``hopper`` takes such operands."""
+    return has_kernels(input, weight) and tiles.has_descriptors(input) and bool(hopper().takes(input, weight))
+
+
 class GpuOperands(Operands):
     """The operands as the kernels take them: all contiguous but ``input`` and ``weight``."""
 
@@ -54,8 +59,7 @@ class GpuOperands(Operands):
         return cls(input, weight, contiguous(bias), index, contiguous(class_weight), float(scale), transform)
 
     def is_described(self) -> bool:
-        """Whether ``hopper`` takes these operands."""
-        return tiles.has_descriptors(self.input) and hopper().takes(self.input, self.weight)
+        return is_described(self.input, self.weight)
 
     def call(self) -> Any:
         return hopper().Call(*self.leaves)

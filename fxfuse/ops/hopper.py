@@ -24,6 +24,7 @@ from ..kernels.launcher import compiled_together
 from ..kernels.recorder import replayed
 from ..transform import decode, steepest
 from .contract import Coefficients, Upstream, normalisation, stash_dtype
+from .windows import WINDOW_SHARE
 
 __all__ = [
     "Call",
@@ -43,9 +44,8 @@ __all__ = [
 
 # A chunk of exponentials: so many rows that adding it to dW costs little beside its product, within these bytes.
 MOST_EXPONENTIALS_BYTES = 1536 << 20
-# A window of gradients of logits that are made anew: an eighth of the logits, as each window reads and writes d_input's
-# sums once more, where that and all beside it stay within so many bytes; but no less than so many.
-WINDOW_SHARE = 8
+# A window of gradients of logits that are made anew: ``WINDOW_SHARE`` of the logits, as each window reads and writes
+# d_input's sums once more, where that and all beside it stay within so many bytes; but no less than so many.
 WINDOWED_BYTES, LEAST_WINDOW_BYTES = 600 << 20, 256 << 20
 # Within little memory: classes of a window that rows are not cut for, and sizes that no bound goes below.
 WIDE_WINDOW, LEAST_CLASSES, LEAST_ROWS = 4096, 1024, 1024
@@ -108,7 +108,7 @@ class _Gradients:
                 if self.need_weight:
                     call.add_weight(rows, chunk, window, here, gathered, d_weight, undo=undo, d_bias=self.d_bias)
                 elif self.d_bias is not None:
-                    call.add_bias(rows, chunk, window, here, self.d_bias[0], undo=undo)
+                    call.add_bias(rows, chunk, window, here, self.d_bias[0], None, undo)
         if d_input.in_pieces:
             call.unlist(rows, self.d_input, gathered)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels import tiles
 from .contract import gradient_dtypes
 
-# The buffer for the gradient of the logits: an eighth of the logits within these bounds, of whole tiles. Less costs
+# The buffer for the gradient of the logits: this part of the logits within these bounds, of whole tiles. Less costs
 # speed in short products, more costs memory that the fused ops are there to save.
 WINDOW_SHARE = 8
 LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 64 << 20, 512 << 20
@@ -148,8 +148,7 @@ class _ProductSum:
         return self.total.to(self.dtype)
 
 
-# The overloads are named, so that a PyTorch without them raises instead of choosing another. An addmm with a float32
-# sum beside 16-bit factors is PyTorch 2.11's; before, the sum had to have the factors' dtype.
+# The overloads with a dtype are named: they alone leave products of 16 bits unrounded, in a float32 result or sum.
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -6,7 +6,7 @@ a function that returns several. It refuses with
 ``call.keep(code, detail)``. A function without a rule makes the head dense, and so does an argument that the rule
 does not name and that has not its default value: an unknown spelling can cost speed, never correctness.
 
-Both drivers look functions up here, and nowhere else.
+All drivers look functions up here, and nowhere else.
 """
 
 from __future__ import annotations

@@ -27,19 +27,13 @@ def _filled(call: Call, input: ClassTensor, function: Callable[..., Any], *numbe
     return Beside(input, call.name, finish)
 
 
-@rule(torch.zeros_like, derives=False, like=lambda input, *, dtype=None, requires_grad=False: None)
-def zeros_like(call: Call, input: ClassTensor, dtype: Any = None) -> Beside:
-    return _filled(call, input, torch.zeros_like)
-
-
-@rule(torch.ones_like, derives=False, like=lambda input, *, dtype=None, requires_grad=False: None)
-def ones_like(call: Call, input: ClassTensor, dtype: Any = None) -> Beside:
-    return _filled(call, input, torch.ones_like)
-
-
-@rule(torch.empty_like, derives=False, like=lambda input, *, dtype=None, requires_grad=False: None)
-def empty_like(call: Call, input: ClassTensor, dtype: Any = None) -> Beside:
-    return _filled(call, input, torch.empty_like)
+@rule(
+    *(torch.zeros_like, torch.ones_like, torch.empty_like),
+    derives=False,
+    like=lambda input, *, dtype=None, requires_grad=False: None,
+)
+def tensor_like(call: Call, input: ClassTensor, dtype: Any = None) -> Beside:
+    return _filled(call, input, getattr(torch, call.name))
 
 
 @rule(torch.full_like, derives=False, like=lambda input, fill_value, *, dtype=None, requires_grad=False: None)

@@ -380,8 +380,7 @@ def _is_number(call: Call, value: Any) -> bool:
 # --- several parts ----------------------------------------------------------------------------------------------
 
 
-@rule(torch.split, like=lambda input, split_size_or_sections, dim=0: None)
-@rule("split", like=lambda input, split_size_or_sections, dim=0: None)
+@rule(torch.split, "split", like=lambda input, split_size_or_sections, dim=0: None)
 def split(call: Call, input: ClassTensor, split_size_or_sections: Any, dim: Any = 0) -> tuple[ClassTensor, ...]:
     return _parts(call, input, torch.split, (split_size_or_sections, dim), dim)
 

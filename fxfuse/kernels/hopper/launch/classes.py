@@ -67,7 +67,7 @@ class OrderedClasses(Described):
             self.vocab,
             self.hidden,
             *self.input.stride(),
-            IN_PIECES=low is not None and low.dim() == 4,
+            IN_PIECES=total is not None and total.in_pieces,
             BLOCK_ENTRIES=4,
             BLOCK=block,
             ROWS=self.row_block,

@@ -167,7 +167,7 @@ class GradientsOfLogits(Statistics):
         stats: Stats,
         slope: Tensor | None,
         up: Upstream,
-        normalise: Tensor | None = None,
+        normalise: Tensor | None,
     ) -> None:
         """Write the gradient of the logits of a chunk and a window, times ``normalise [1]``, to ``dz``."""
         tile = tiles.described("dlogits", self.input)

@@ -259,8 +259,8 @@ class Products(Described):
         window: slice,
         dz: Tensor,
         out: Tensor,
-        factor: Tensor | None = None,
-        undo: Tensor | None = None,
+        factor: Tensor | None,
+        undo: Tensor | None,
     ) -> None:
         """Add the column sums of ``factor[:, None] * dz``, times ``undo [1]``, to the classes ``window`` of d_bias."""
         out = out[window]
