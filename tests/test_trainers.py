@@ -602,3 +602,65 @@ WAYS = ("fsdp2", "loss outside", "gathered twice", "head apart", "bfloat16", "fs
 def test_fully_sharded_data_parallel(tmp_path: Path, backend: str) -> None:
     """Its hooks on what a module returns want no gradient: they gather weights when the backward begins."""
     run_in_two_processes(_SHARDED, tmp_path, 6, backend)
+
+
+_PIPELINED = """
+import copy
+import torch
+from torch.distributed import pipelining
+from helpers import dense_reads
+from test_trainers import OPTIONS
+import torch.nn.functional as F
+
+WAYS = ("ScheduleGPipe", "Schedule1F1B")
+
+def loss(z, y):
+    return F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+def step(rank, how, device):
+    torch.manual_seed(0)
+    ids = torch.arange(32, device=device).view(8, 4)
+    y = ids.flip(0)
+    eager = torch.nn.Sequential(torch.nn.Embedding(80, 16), torch.nn.Linear(16, 80)).to(device)
+    ours = copy.deepcopy(eager)
+    stage = torch.compile(ours[rank], backend="fxfuse", options=OPTIONS)
+    stage = pipelining.PipelineStage(stage, rank, 2, device)
+    schedule = getattr(pipelining, how)(stage, n_microbatches=4, loss_fn=loss)
+    given = {{"target": y, "losses": []}} if rank else {{}}
+    with dense_reads() as reads:
+        schedule.step(*(() if rank else (ids,)), return_outputs=False, **given)
+    assert (reads.deferrals >= 4) == bool(rank) and not reads, (reads.deferrals, reads)
+    loss(eager(ids), y).backward()
+    for mine, theirs in zip(ours[rank].parameters(), eager[rank].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+"""
+
+
+@pytest.mark.slow
+@each_backend
+def test_pipelines(tmp_path: Path, backend: str) -> None:
+    run_in_two_processes(_PIPELINED, tmp_path, 2, backend)
+
+
+def test_threads_that_compile_at_once() -> None:
+    """Once the name has been looked up: PyTorch has no lock where it loads the backend of a package."""
+    program = """
+import threading, torch
+
+torch._dynamo.lookup_backend("fxfuse")
+linears, made = [torch.nn.Linear(4, 80) for _ in range(4)], []
+begin = threading.Barrier(4)
+
+def compiled(linear):
+    begin.wait()
+    made.append(torch.compile(linear, backend="fxfuse"))
+
+threads = [threading.Thread(target=compiled, args=(linear,)) for linear in linears]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(made) == 4
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
