@@ -377,17 +377,18 @@ def forbid_data_access(wrapper: Tensor) -> None:
     torch._C._set_throw_on_mutable_data_ptr(wrapper)
 
 
-def send_as_plain(kind: type[Tensor], plain: Callable[[Any], Tensor]) -> None:
-    """Let other processes be sent ``plain`` tensors in the place of those of ``kind``.
+def send_as_plain(kind: type[Tensor], alone: Callable[[Any], Tensor], connected: Callable[[Any], Tensor]) -> None:
+    """Let other processes be sent ordinary tensors in the place of those of ``kind``.
 
-    The picklers of ``torch.multiprocessing``, which refuses what is no leaf, and of RPC, where distributed autograd
-    comes to know what is sent, look for the very type of a tensor.
+    The picklers of ``torch.multiprocessing`` and of RPC look for the very type of a tensor. The first refuses what is
+    no leaf, which it is shown by ``alone``; the second shows distributed autograd what is sent, which gives gradients
+    to what ``connected`` is connected to.
     """
-    ForkingPickler.register(kind, lambda tensor: reduce_tensor(plain(tensor)))
+    ForkingPickler.register(kind, lambda tensor: reduce_tensor(alone(tensor)))
     if torch.distributed.rpc.is_available():
         from torch.distributed.rpc.internal import _internal_rpc_pickler as rpc
 
-        rpc._register_reducer(kind, lambda tensor: rpc._tensor_reducer(plain(tensor)))
+        rpc._register_reducer(kind, lambda tensor: rpc._tensor_reducer(connected(tensor)))
 
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:

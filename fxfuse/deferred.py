@@ -29,6 +29,7 @@ from .lazy_tensor import (
     LazyTensor,
     NotDeferred,
     become,
+    connected_to,
     deferring,
     head_of,
     hooks_as_called_outside,
@@ -133,7 +134,7 @@ class DeferredLogits(LazyTensor):
 
 
 _KNOWN = {Tensor, torch.nn.Parameter, torch.nn.Buffer, DeferredLogits}
-compat.send_as_plain(DeferredLogits, plain_of)
+compat.send_as_plain(DeferredLogits, plain_of, connected_to)
 
 
 # --- functions that need more than values ---------------------------------------------------------------------

@@ -362,6 +362,12 @@ def plain_of(deferred: LazyTensor, values: Callable[[State], Tensor] = State.sha
             return _Plain.apply(deferred, found)
 
 
+def connected_to(deferred: LazyTensor) -> Tensor:
+    """An ordinary tensor whose gradient is that of ``deferred``, also of a leaf, and where no graphs are made."""
+    with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+        return deferred.plain()
+
+
 def is_leaf(tensor: Tensor) -> bool:
     with compat.no_torch_function():
         return tensor.is_leaf

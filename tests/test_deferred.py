@@ -1711,6 +1711,12 @@ def test_gradients_go_through_rpc(tmp_path: pathlib.Path, backend: str) -> None:
                 same = torch.autograd.grad(loss(linear(x)), linear.parameters())
                 for parameter, gradient in zip(linear.parameters(), same, strict=True):
                     torch.testing.assert_close(of[parameter], gradient)
+        with autograd.context() as context:  # where the program cut the graph, as split learning does
+            leaf = compiled(x).detach().requires_grad_()
+            autograd.backward(context, [rpc.rpc_sync("this", loss, args=(leaf,))])
+            wanted = linear(x).detach().requires_grad_()
+            loss(wanted).backward()
+            torch.testing.assert_close(autograd.get_gradients(context)[leaf], wanted.grad)
         assert bool(fxfuse.reads()) == {backend == "fxfuse"}
         rpc.shutdown()
     """

@@ -91,9 +91,10 @@ def three_times() -> Iterator[None]:
     def thrice(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             recorder._tapes.clear()
-            again = [(copied(args), {key: copied(value) for key, value in options.items()}) for _ in range(2)]
-            results = op(*args, **options), *(op(*args, **options) for args, options in again)
-            if cuda._is_described(*args, **options):
+            again = [copied((args, (*options.values(),))) for _ in range(2)]
+            others = (op(*args, **dict(zip(options, values, strict=True))) for args, values in again)
+            results = op(*args, **options), *others
+            if name in exponentials or cuda._is_described(*args, **options):
                 made = [*recorder._tapes.values()]
                 assert made and all(isinstance(one, tape.Tape) for one in made), f"{name} is on no tape"
             # Of exponentials, rows without work hold anything; the gradients that they give are compared.
@@ -159,15 +160,20 @@ class AtAddresses:
         return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
-def copied(value: Any) -> Any:
-    """The same at other addresses, laid out alike."""
-    if isinstance(value, Tensor):
-        memory = value.untyped_storage().clone()
-        return value.new_empty(0).set_(memory, value.storage_offset(), value.shape, value.stride())
-    if isinstance(value, tuple):
-        items = [copied(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
+def copied(values: tuple[Any, ...]) -> Any:
+    """The same at other addresses, laid out alike, and the same tensors the same."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                memory = value.untyped_storage().clone()
+                laid_out = value.storage_offset(), value.shape, value.stride()
+                copies[id(value)] = value.new_empty(0).set_(memory, *laid_out)
+            return copies[id(value)]
+        return tuple(map(copy, value)) if isinstance(value, tuple) else value
+
+    return copy(values)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -503,6 +509,24 @@ def kept_exponentials() -> None:
             floor = GRADIENT_FLOOR[dtype]
             most = 1.5 * (error(e, b) if name != "bias" or p.bias is not None else 4e-3) + floor
             assert error(a, b) <= most, (options, name, error(a, b), most)
+
+
+@case(routes=("played",))
+def exponentials_of_a_weight_off_vectors() -> None:
+    """It is copied, as where it lies was not known when it was chosen to keep exponentials; on a tape, too."""
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    p = problem(20, 32, 150, dtype)
+    if not tiles.has_descriptors(p.x):
+        return  # an older GPU keeps none
+    off = torch.empty(p.w.numel() + 1, dtype=dtype, device=DEVICE)[1:].view_as(p.w).copy_(p.w)
+    results = []
+    for w in (p.w, off):
+        operands = p.x, w, *p.operands[2:]
+        loss, *kept = cuda.linear_loss_exponentials(*operands, *p.coefficients)
+        g = torch.ones((), device=DEVICE)
+        results.append([loss, *cuda.linear_loss_exponentials_backward(*operands, None, g, *kept, True, True, False)])
+    for aligned, moved in zip(*results, strict=True):
+        assert torch.equal(aligned, moved)
 
 
 @case(each_dtype=True)

@@ -42,15 +42,15 @@ def replayed(op: Callable[..., R], suits: Callable[..., bool] | None = None) -> 
     """``op``, whose later calls are played from a tape.
 
     Its arguments are tensors, at least one, and what is hashed by value; tuples of these; and objects whose ``leaves``
-    are a tuple of these. ``suits``, of the same arguments, tells whether such a call may be played at all; it is asked
-    once for those that look alike.
+    are a tuple of these. ``suits``, of the same arguments, tells whether such a call may be played at all.
     """
 
     @functools.wraps(op)
     def played(*args: Any, **options: Any) -> R:
-        tensors: list[Tensor] = []
+        seen: dict[int, Tensor] = {}
         looks: list[Hashable] = [op, *options]
-        _look((*args, *options.values()), tensors, looks)
+        _look((*args, *options.values()), seen, looks)
+        tensors = [*seen.values()]
         if launcher.is_nested():
             # By ``launcher.rehearse``; anything else has come in between.
             rehearsed = any(tensor.is_meta for tensor in tensors)
@@ -61,7 +61,7 @@ def replayed(op: Callable[..., R], suits: Callable[..., bool] | None = None) -> 
         if isinstance(found, Tape):
             return found.play(*tensors)
         if found == 0 and suits is not None and not suits(*args, **options):
-            found = ATTEMPTS + 1
+            return op(*args, **options)  # of which nothing is kept: it would take a tape's place
         _keep(key, found + 1)
         if not 0 < found <= ATTEMPTS:  # the first call compiles
             return op(*args, **options)
@@ -86,11 +86,14 @@ def _keep(key: Hashable, value: Tape | int) -> None:
         _tapes[key] = value
 
 
-def _look(values: tuple[Any, ...], tensors: list[Tensor], looks: list[Hashable]) -> None:
-    """Add the tensors among the leaves, and of each leaf all that an op may depend on but a tensor's values."""
+def _look(values: tuple[Any, ...], tensors: dict[int, Tensor], looks: list[Hashable]) -> None:
+    """Add the tensors among the leaves, each once, and of each leaf all that an op may depend on but their values."""
     for value in values:
         if isinstance(value, Tensor):
-            tensors.append(value)
+            if id(value) in tensors:
+                looks.append(Place([*tensors].index(id(value))))
+                continue
+            tensors[id(value)] = value
             looks.append((value.dtype, value.get_device(), value.shape, value.stride(), value.data_ptr() % 16))
         elif value is None or type(value) in _PLAIN:
             looks.append(value)
@@ -118,8 +121,7 @@ class _Recorder(TorchDispatchMode):
         self.at: dict[int, int] = {}
         self.addresses: list[Address] = []  # of each value: where its memory is within another's
         self.too_long = False
-        # Of a tensor that is given twice, it could not be told which is meant.
-        self.whole = len(set(map(id, tensors))) == len(tensors)
+        self.whole = True
         for tensor in tensors:
             self._add(tensor)
         self.given = len(tensors)

@@ -47,7 +47,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     _scale(values, factor, None)
 
 
-@replayed  # which is given each tensor once
+@replayed
 def _scale(values: Tensor, factor: Tensor, out: Tensor | None) -> None:
     size, count = values.numel(), tiles.cdiv(values.numel(), BLOCK)
     if not size:

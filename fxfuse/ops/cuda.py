@@ -29,10 +29,10 @@ def _is_described(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> bool:
     return is_described(input, weight)
 
 
-def _on_gpu(without_kernels: Op | None = None) -> Callable[[Op], Op]:
-    """The op on the device of its operands, played from a tape where they are described.
+def _on_gpu(without_kernels: Op | None = None, suits: Op | None = None) -> Callable[[Op], Op]:
+    """The op on the device of its operands, played from a tape if its arguments are such as ``suits`` accepts.
 
-    What its kernels do not take, ``without_kernels`` does.
+    What its kernels do not take, ``without_kernels`` does. Both are None for an op that is given nothing else.
     """
 
     def decorate(op: Op) -> Op:
@@ -40,7 +40,7 @@ def _on_gpu(without_kernels: Op | None = None) -> Callable[[Op], Op]:
         def played() -> Op:
             from ..kernels.recorder import replayed  # imports Triton
 
-            return replayed(op, _is_described)
+            return replayed(op, suits)
 
         @functools.wraps(op)
         def run(input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
@@ -54,7 +54,7 @@ def _on_gpu(without_kernels: Op | None = None) -> Callable[[Op], Op]:
     return decorate
 
 
-@_on_gpu(chunked.linear_stats)
+@_on_gpu(chunked.linear_stats, _is_described)
 def linear_stats(
     input: Tensor,
     weight: Tensor,
@@ -103,7 +103,7 @@ def _nothing(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=device)
 
 
-@_on_gpu(chunked.linear_stats_backward)
+@_on_gpu(chunked.linear_stats_backward, _is_described)
 def linear_stats_backward(
     input: Tensor,
     weight: Tensor,
@@ -137,7 +137,7 @@ def linear_stats_backward(
     return general.gradients(head, lse, residual, up, needs, dtypes, memory, entropy, expectation)
 
 
-@_on_gpu(chunked.linear_loss)
+@_on_gpu(chunked.linear_loss, _is_described)
 def linear_loss(
     input: Tensor,
     weight: Tensor,
