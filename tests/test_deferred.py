@@ -3688,7 +3688,7 @@ def test_a_deferred_output_costs_little(grad: bool) -> None:
     more = []
     with torch.set_grad_enabled(grad):
         plain, deferring = (compiled(model, defer_logits=defer) for defer in (False, True))
-        while len(more) < 10 and min(more, default=1.0) >= 100e-6:  # through times when all of it is slow
+        while len(more) < 30 and min(more, default=1.0) >= 100e-6:  # through times when all of it is slow
             fastest = [min(_timed(f, ids) for _ in range(500)) for f in (plain, deferring)]
             more.append(fastest[1] - fastest[0])
     assert min(more) < 100e-6, more
