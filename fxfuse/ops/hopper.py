@@ -44,7 +44,7 @@ __all__ = [
 
 # A chunk of exponentials: so many rows that adding it to dW costs little beside its product, within these bytes.
 MOST_EXPONENTIALS_BYTES = 1536 << 20
-# A window of gradients of logits that are made anew: ``WINDOW_SHARE`` of the logits, as each window reads and writes
+# A window of gradients of logits that are made anew: one part of ``WINDOW_SHARE``, as each window reads and writes
 # d_input's sums once more, where that and all beside it stay within so many bytes; but no less than so many.
 WINDOWED_BYTES, LEAST_WINDOW_BYTES = 600 << 20, 256 << 20
 # Within little memory: classes of a window that rows are not cut for, and sizes that no bound goes below.

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels import tiles
 from .contract import gradient_dtypes
 
-# The buffer for the gradient of the logits: this part of the logits within these bounds, of whole tiles. Less costs
+# The buffer for the gradient of the logits: one part of so many within these bounds, of whole tiles. Less costs
 # speed in short products, more costs memory that the fused ops are there to save.
 WINDOW_SHARE = 8
 LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 64 << 20, 512 << 20
