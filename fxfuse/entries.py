@@ -198,6 +198,9 @@ _CHANGES: dict[Any, Callable[[Node, Told], Entries | None]] = {
             (operator.sub, operator.sub, torch.sub, "sub"),
             (operator.mul, operator.mul, torch.mul, "mul"),
             (operator.truediv, operator.truediv, torch.div, "div"),
+            # What ``1 - x`` and ``1 / x`` are where a mode sees them, such as that of a default device.
+            (lambda entry, other: other - entry, torch.rsub),
+            (lambda entry: 1.0 / entry, torch.reciprocal, "reciprocal"),
             (math.exp, torch.exp, "exp"),
             (math.log, torch.log, "log"),
             (math.log1p, torch.log1p, "log1p"),

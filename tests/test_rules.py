@@ -107,6 +107,14 @@ def test_fused(name: str, dynamic: bool, device: str) -> None:
         assert "programs.py:" in site.where
 
 
+@pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
+@pytest.mark.parametrize("name", ["smoothed_by_one_hot", "softcap_temperature", "temperatures"])
+def test_fused_with_a_default_device(name: str, device: str) -> None:
+    """Whose mode Dynamo traces: it writes down ``torch.rsub(x, 1)``, say, for ``1 - x``."""
+    with torch.device(device):
+        assert {site.status for site in _compare(IN_GRAPHS[name], device, False)} == {"fused"}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
 @pytest.mark.parametrize("name", IN_GRAPHS)
