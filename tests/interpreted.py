@@ -10,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ class Cases(dict[str, Callable[[], None]]):
 
     def main(self) -> None:
         """Run every case and write a traceback, or nothing, for each into the file that is the argument."""
+        _prepare_once_a_launch()
         results = {}
         for name, check in self.items():
             torch.manual_seed(0)
@@ -48,6 +50,31 @@ class Cases(dict[str, Callable[[], None]]):
             except Exception:
                 results[name] = traceback.format_exc()
         pathlib.Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+def _prepare_once_a_launch() -> None:
+    """Let the interpreter put its functions in the language's place once for a kernel that is launched.
+
+    It does so again for every function that the kernel calls, which is more than a third of all that it does.
+    """
+    import triton.language
+    from triton.runtime import interpreter
+
+    patch, language = interpreter._patch_lang, (triton.language, triton.language.core)
+    done: list[Any] = []  # since the launch: which names of the language have its functions
+
+    def patch_once(fn: Any) -> Any:
+        seen = [module for module in language if any(value is module for value in fn.__globals__.values())]
+        if seen in done:
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        if not done:
+            restore = scope.restore
+            scope.restore = lambda: (done.clear(), restore())
+        done.append(seen)
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 def made_of(cases: Cases, file: str) -> tuple[Callable[..., dict[str, str]], Callable[..., None]]:
