@@ -72,7 +72,7 @@ class LazyTensor(Tensor):
             return args[0]
         if _mode.deferring or func in _ALWAYS_DEFERRED:
             return _defer(func, args, kwargs)
-        if func in _OF_SHAPES:
+        if func in _OF_SHAPES or _is_to_meta(func, kwargs):
             return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
         if torch.Tag.inplace_view in func.tags:
             raise errors.deferred_cannot(func._schema.name.partition("::")[2], head_of(args))
@@ -128,6 +128,12 @@ _OF_SHAPES = {
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 }
+
+
+def _is_to_meta(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it copies to where there are no values, as pipelines do to tell the next stage of shapes."""
+    device = kwargs.get("device")
+    return func is _aten._to_copy.default and device is not None and device.type == "meta"
 
 
 def _read(tensor: LazyTensor) -> Tensor:

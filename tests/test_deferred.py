@@ -1423,6 +1423,18 @@ def test_hooks_on_the_node(device: str) -> None:
     assert_as_eager(program, device)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("part", [lambda z: z, lambda z: z.detach(), lambda z: z[:, 1:].mT], ids=["all", "cut", "part"])
+def test_a_copy_without_values_needs_none(part: Any, dtype: torch.dtype | None) -> None:
+    """As pipelines make to tell the next stage what it will get."""
+    with dense_reads() as reads:
+        mine, theirs = (part(world.z).to("meta", dtype) for world in (DeferredWorld.make(), World.make()))
+    assert not reads
+    assert type(mine) is Tensor
+    for told in (Tensor.size, Tensor.stride, lambda t: (t.dtype, t.device, t.requires_grad, t.is_leaf)):
+        assert told(mine) == told(theirs)
+
+
 @pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, lambda z: torch.full_like(z, 2.0)])
 def test_tensors_of_the_same_shape_are_no_loss(like: Any, device: str) -> None:
     """Nor is the shape stale when the logits are."""
