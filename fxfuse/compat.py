@@ -101,7 +101,7 @@ def is_plain(example: Any) -> bool:
 
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # of subclasses; those of modes stay
-unseen_by_functions = torch._C.DisableTorchFunction  # of modes too, as that of a default device, which take time
+no_torch_function_or_mode = torch._C.DisableTorchFunction  # such as that of a default device
 
 
 class _OfFunctional:

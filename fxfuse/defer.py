@@ -101,7 +101,7 @@ def defer(
         way: how they came to be, for the report; None where that is not known.
     """
     # Gradients as in the graph, whatever the caller's mode.
-    with compat.unseen_by_functions(), torch.set_grad_enabled(value.requires_grad):
+    with compat.no_torch_function_or_mode(), torch.set_grad_enabled(value.requires_grad):
         weight = journal.deferred(site, head.weight)
         size = math.prod(value.shape) * value.dtype.itemsize
         if size < max(least, 1) or compat.transform_active() or compat.forward_ad_active():
@@ -119,7 +119,7 @@ def defer(
             made = compat.applied(_Projection, head.input, head.weight, head.bias, (value, strides, origin, trained))
         else:
             made = _made(value, strides, origin, head.input.device)
-    with compat.unseen_by_functions():
+    with compat.no_torch_function_or_mode():
         describe(made, quickly_replace(value, head=operands.head, requires_grad=made.requires_grad))
         operands.are_of(size, weakref.ref(made._deferred), origin)
     return made

@@ -952,6 +952,7 @@ def _smoothed_by_one_hot(s: World) -> Any:
         (z * eighth)[:, 1:].mean(-1, keepdim=True),
         (by_ones.sub_(0.25) * z).sum(),
         (z * cold).sum(-1),
+        (z * (2 / (1 + hot))).sum(-1) + (z * hot.mul(3).add(1).reciprocal()).sum(-1),
     )
 
 
