@@ -225,7 +225,7 @@ def modes_set_aside() -> Iterator[None]:
     if not modes and maybe_current_level() is None:
         yield
         return
-    with torch._C.DisableTorchFunction(), disable_dispatch_modes(), temporarily_clear_interpreter_stack():
+    with no_torch_function_or_mode(), disable_dispatch_modes(), temporarily_clear_interpreter_stack():
         yield
 
 

@@ -119,7 +119,6 @@ def defer(
             made = compat.applied(_Projection, head.input, head.weight, head.bias, (value, strides, origin, trained))
         else:
             made = _made(value, strides, origin, head.input.device)
-    with compat.no_torch_function_or_mode():
         describe(made, quickly_replace(value, head=operands.head, requires_grad=made.requires_grad))
         operands.are_of(size, weakref.ref(made._deferred), origin)
     return made

@@ -55,7 +55,7 @@ class Cases(dict[str, Callable[[], None]]):
 def _prepare_once_a_launch() -> None:
     """Let the interpreter put its functions in the language's place once for a kernel that is launched.
 
-    It does so again for every function that the kernel calls, which is more than a third of all that it does.
+    It does so again for every function that the kernel calls, which takes half of its time.
     """
     import triton.language
     from triton.runtime import interpreter
@@ -108,7 +108,7 @@ def interpret(file: str, folder: pytest.TempPathFactory) -> dict[str, str]:
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=3000,  # about five minutes where nothing else runs
+        timeout=3000,  # 18 minutes of a slow processor's time for the largest file
     )
     assert results.exists(), done.stderr
     return dict(json.loads(results.read_text()))
