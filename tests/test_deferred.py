@@ -3699,9 +3699,9 @@ def _line() -> int:
     [pytest.param(contextlib.nullcontext(), id="no mode"), pytest.param(torch.device("cpu"), id="default device")],
 )
 def test_a_deferred_output_costs_little(mode: contextlib.AbstractContextManager[Any], grad: bool) -> None:
-    """Under 100 microseconds a call; the fastest of many calls, for the machine has other work too.
+    """Under 100 microseconds a call where the call without takes 65; the fastest of many, for there is other work too.
 
-    A default device is a mode, which is told of each function that is called.
+    Some machines take twice as long for all that PyTorch does. A default device is a mode, told of each function.
     """
     torch._dynamo.reset()
     model = Model()
@@ -3711,7 +3711,7 @@ def test_a_deferred_output_costs_little(mode: contextlib.AbstractContextManager[
         plain, deferring = (compiled(model, defer_logits=defer) for defer in (False, True))
         while len(more) < 30 and min(more, default=1.0) >= 100e-6:  # through times when all of it is slow
             fastest = [min(_timed(f, ids) for _ in range(500)) for f in (plain, deferring)]
-            more.append(fastest[1] - fastest[0])
+            more.append((fastest[1] - fastest[0]) / max(1.0, fastest[0] / 65e-6))
     assert min(more) < 100e-6, more
 
 
