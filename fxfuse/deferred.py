@@ -30,12 +30,14 @@ from .lazy_tensor import (
     NotDeferred,
     become,
     connected_to,
-    deferring,
     head_of,
     hooks_as_called_outside,
+    is_by_others,
     is_leaf,
     origins_of,
     plain_of,
+    run_deferred,
+    shape_of,
 )
 from .lists import list_of, write_one_by_one, writes_to_list
 from .mutation import is_inplace_name
@@ -313,12 +315,12 @@ def _apply_locked(
     try:
         if entry.derives or stacked:
             repeated = compat.in_checkpoint()
-            with deferring(shapes=False), compat.counting_saved() if repeated else hooks_as_called_outside() as saved:
-                out = func(*args, **kwargs)
+            with compat.counting_saved() if repeated else hooks_as_called_outside() as saved:
+                out = run_deferred(func, args, kwargs)
             if repeated and saved:  # it must be the same that is saved again, whatever has values by then
                 return NotImplemented
         else:
-            out = _shape_of(func, args, kwargs)
+            out = shape_of(func, args, kwargs)
         call = Call(
             name,
             out,
@@ -363,28 +365,16 @@ def _apply_locked(
             results = [used_on(here, result) for result in read(call, readers, heads)]
     except (Keep, NotDeferred):
         return NotImplemented
-    except errors.StaleLogitsError:
+    except errors.StaleLogitsError as error:
         # It may be of those that have values, perhaps as one of several that another is made of; if not, computing the
         # others raises.
-        if any(t._deferred.is_built() or t._deferred.others for t in deferred):
+        if any(t._deferred.is_built() or t._deferred.others for t in deferred) and not is_by_others(error):
             return NotImplemented
         raise
     for origin, _ in heads.values():
         before = origin.way.chain if origin.way else "…"
         journal.note_fused(origin.site, origin.weight, origin.head, caller(), before, calls)
     return type(out)(results) if isinstance(out, tuple) else results[0]
-
-
-def _shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Something of the shape and dtype of what a reader returns, which autograd and those who watch it do not see."""
-    try:
-        with deferring(shapes=True), torch.no_grad():
-            out = func(*args, **kwargs)
-    except NotDeferred:
-        raise
-    except Exception as error:
-        raise NotDeferred from error  # a wrong call, of which eager shall say what is wrong
-    return out
 
 
 def _is_view_of(out: Any, deferred: DeferredLogits) -> bool:
@@ -460,9 +450,9 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _before_the_write(logits: DeferredLogits) -> DeferredLogits:
     """The same, for the gradient of a write that needs what was written to; writes to ``logits`` do not change it."""
-    with deferring(shapes=False):
-        copy: Any = logits.clone()
-        copy._deferred = logits._deferred
+    copy: DeferredLogits = run_deferred(logits.clone, (), {})
+    copy._deferred = logits._deferred
+    with compat.no_torch_function():
         copy._known_to_autograd = _to_autograd(copy)
     return copy
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,21 +24,54 @@ from . import compat, errors
 from .lazy import State
 from .origin import Origin
 from .places import have_one_memory
+from .report.source import is_inside
 
 
 class _Mode(threading.local):
-    """``deferring``: operators on deferred tensors are not run, and what they return is deferred.
+    """What operators on deferred tensors do other than to read them, in one call.
 
+    ``call``: the frame that made it; None if there is none. A signal handler or a finaliser may run in the midst of it,
+    and reads what it reads.
+    ``becoming``: a copy from one deferred tensor to another makes the one what the other is. Else operators are not
+    run, and what they return is deferred.
     ``shapes``: moreover, nothing that they return will be read, so that they may write to it.
-    ``becoming``: a copy from one deferred tensor to another makes the one what the other is.
     """
 
-    deferring = False
-    shapes = False
+    call: types.FrameType | None = None
     becoming = False
+    shapes = False
+
+    def is_on(self) -> bool:
+        """Whether the running operator is of that call."""
+        if self.call is None:
+            return False
+        by_others, frame = False, sys._getframe(2)
+        while frame is not self.call:
+            by_others = not _is_called_for(frame) and (by_others or not is_inside(frame))
+            if frame.f_back is None:
+                return False
+            frame = frame.f_back
+        return not by_others
 
 
 _mode = _Mode()
+
+
+def is_by_others(error: BaseException) -> bool:
+    """Whether code of the program's raised it, which ran in the midst of PyTorch's or fxfuse's: a signal handler's."""
+    traceback = error.__traceback__
+    while traceback is not None and not _is_called_for(traceback.tb_frame):
+        if not is_inside(traceback.tb_frame):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _is_called_for(frame: types.FrameType) -> bool:
+    """Whether it is the program's, and sees a call on its way: a frame of a mode, or of a hook on what is saved."""
+    name = frame.f_code.co_name
+    is_of_mode = name in ("__torch_dispatch__", "__torch_function__") and not is_inside(frame)
+    return is_of_mode or frame.f_code is _pack_outside.__code__
 
 
 class LazyTensor(Tensor):
@@ -66,12 +101,13 @@ class LazyTensor(Tensor):
             # Of inference tensors, or under their mode, it comes here whole, past what knows of views: taken apart, as
             # everywhere else.
             return compat.taken_apart(func, *args, **kwargs)
-        if _mode.becoming:
+        in_call = _mode.is_on()
+        if in_call and _mode.becoming:
             args[1]._deferred.meta = args[0]._deferred.meta  # which lies where it did
             args[0]._deferred = args[1]._deferred
             return args[0]
-        if _mode.deferring or func in _ALWAYS_DEFERRED:
-            return _defer(func, args, kwargs)
+        if in_call or func in _ALWAYS_DEFERRED:
+            return _defer(func, args, kwargs, in_call and _mode.shapes)
         if func in _OF_SHAPES or _is_to_meta(func, kwargs):
             return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
         if torch.Tag.inplace_view in func.tags:
@@ -79,7 +115,7 @@ class LazyTensor(Tensor):
         written, aliased = _touches(func, args, kwargs)
         if aliased and written is None and any(map(_begins_within, tree_iter((args, kwargs)))):
             with contextlib.suppress(NotDeferred):
-                return _defer(func, args, kwargs)
+                return _defer(func, args, kwargs, False)
         if aliased and written is not None and _resizes(func, args, kwargs):
             raise errors.deferred_cannot("out= of a result of another shape", head_of((args, kwargs)))
         values = _shared if aliased else _read
@@ -175,7 +211,9 @@ def _resizes(func: Any, args: Any, kwargs: Any) -> bool:
     new_args, new_kwargs = tree_map_only(Tensor, lambda tensor: _look(tensor).tensor(), (args, kwargs))
     try:
         func(*new_args, **new_kwargs)
-    except Exception:
+    except Exception as error:
+        if is_by_others(error):
+            raise
         return False  # a wrong call, as eager shall say
     given, made = (tree_leaves([some[name] for name in names]) for some in (kwargs, new_kwargs))
     return [out.shape for out in given] != [out.shape for out in made]
@@ -197,12 +235,12 @@ class NotDeferred(Exception):
     """An operator that cannot wait."""
 
 
-def _defer(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` returns, computed when it is read."""
+def _defer(func: Any, args: Any, kwargs: Any, shapes: bool) -> Any:
+    """What ``func`` returns, computed when it is read; ``shapes`` as in the mode."""
     deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
     first, origins = deferred[0], origins_of(deferred)
     written, _ = _touches(func, args, kwargs)
-    if _mode.shapes and isinstance(written, LazyTensor) and written._deferred.described is None:
+    if shapes and isinstance(written, LazyTensor) and written._deferred.described is None:
         return written
     if written is not None or kwargs.get("device") not in (None, first.device):
         raise NotDeferred
@@ -210,6 +248,8 @@ def _defer(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         out = (_on_meta if is_view else _remembered_on_meta)(func, args, kwargs)
     except Exception as error:
+        if is_by_others(error):
+            raise
         raise NotDeferred from error  # a shape that depends on values, or a wrong call, as eager shall say
     if is_view and isinstance(out, Tensor) and not have_one_memory(out, first._deferred.meta):
         raise NotDeferred  # a view at times only
@@ -306,24 +346,45 @@ def _meta(value: Any) -> Any:
 
 def become(tensor: LazyTensor, other: LazyTensor) -> None:
     """Let one be what the other is, to autograd a copy from it; nothing is written."""
-    _mode.becoming = True
-    try:
-        with compat.no_torch_function():
-            tensor.copy_(other)
-    finally:
-        _mode.becoming = False
+    _call(tensor.copy_, (other,), {}, becoming=True)
 
 
-@contextlib.contextmanager
-def deferring(shapes: bool) -> Iterator[None]:
-    """Let what operators return of lazy tensors wait, or raise ``NotDeferred``; ``shapes`` as in the mode."""
-    before = _mode.deferring, _mode.shapes
-    _mode.deferring, _mode.shapes = True, shapes
+def run_deferred(func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` returns of lazy tensors, which waits.
+
+    Raises:
+        NotDeferred: an operator cannot wait.
+    """
+    return _call(func, args, kwargs)
+
+
+def shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Something of the shape and dtype of what ``func`` returns of lazy tensors, which autograd does not see.
+
+    Raises:
+        NotDeferred: it depends on values, or it is a wrong call, of which eager shall say what is wrong.
+    """
+    try:
+        with torch.no_grad():
+            out: Tensor = _call(func, args, kwargs, shapes=True)
+    except NotDeferred:
+        raise
+    except Exception as error:
+        if is_by_others(error):
+            raise
+        raise NotDeferred from error
+    return out
+
+
+def _call(func: Any, args: Any, kwargs: Any, becoming: bool = False, shapes: bool = False) -> Any:
+    """``func``, with the mode on."""
+    before = _mode.call, _mode.becoming, _mode.shapes
+    _mode.call, _mode.becoming, _mode.shapes = sys._getframe(), becoming, shapes
     try:
         with compat.no_torch_function():
-            yield
+            return func(*args, **kwargs)
     finally:
-        _mode.deferring, _mode.shapes = before
+        _mode.call, _mode.becoming, _mode.shapes = before
 
 
 @contextlib.contextmanager
@@ -337,13 +398,13 @@ def hooks_as_called_outside() -> Iterator[None]:
         yield
         return
     pack, unpack = hooks
-
-    def pack_outside(tensor: Tensor) -> Any:
-        with compat.functions_looked_up():
-            return pack(tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_outside, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack_outside, pack), unpack):
         yield
+
+
+def _pack_outside(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    with compat.functions_looked_up():
+        return pack(tensor)
 
 
 class _Plain(torch.autograd.Function):

@@ -7,6 +7,7 @@ import copy
 import ctypes
 import functools
 import gc
+import inspect
 import io
 import itertools
 import math
@@ -3686,8 +3687,6 @@ def test_reads_are_reported_with_their_place() -> None:
 
 
 def _line() -> int:
-    import inspect
-
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
     return frame.f_back.f_lineno
@@ -4284,3 +4283,72 @@ def test_the_least_of_integers_is_a_number_like_others() -> None:
             actual = compiled(lambda x, w, read=read: read(F.linear(x, w)).logsumexp(-1))(x, w)
         torch.testing.assert_close(actual, read(F.linear(x, w)).logsumexp(-1))
         assert [site.status for site in sites] == ["fused"]
+
+
+INTERRUPTED: dict[str, Callable[[Tensor, World], Tensor]] = {
+    "loss": lambda z, s: ce(z.float() / 2, s.y),
+    "rows": lambda z, s: z[:, -1].logsumexp(-1),
+    "write": lambda z, s: z.mul_(2).logsumexp(-1),
+}
+
+
+def _interrupted(program: Any, handler: Callable[[DeferredLogits], None], at: int) -> tuple[Any, int]:
+    """What a program gives, or raises, where ``handler`` runs at one of the calls in fxfuse; and how many there were.
+
+    As a signal handler runs, which Python calls between any two of its instructions.
+    """
+    s = DeferredWorld.make()
+    z, calls = s.z, 0
+    outside = sys.gettrace()
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        # What is raised where nobody calls, as a generator is closed, Python prints; and in a report it is a warning.
+        file, is_generator = frame.f_code.co_filename, frame.f_code.co_flags & inspect.CO_GENERATOR
+        if "/fxfuse/" in file and "/fxfuse/report/" not in file and not is_generator:
+            calls += 1
+            if calls == at:
+                sys.settrace(outside)
+                handler(z)
+
+    sys.settrace(trace)
+    try:
+        return program(z, s), calls
+    except _Alarm as alarm:
+        return alarm, calls
+    finally:
+        sys.settrace(outside)
+
+
+class _Alarm(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_signal_handlers_read_and_raise_as_in_eager(name: str) -> None:
+    """Anywhere within fxfuse: neither is the read that they interrupt another one for it, nor is theirs."""
+    program, s = INTERRUPTED[name], World.make()
+    expected, largest, smallest = program(s.z, s), World.make().z.argmax(-1), World.make().z.sort(-1).values[..., 0]
+    if name == "write":  # after which both are others
+        largest, smallest = (torch.stack([largest, largest]), torch.stack([smallest, smallest * 2]))
+    read = 0
+
+    def reads(z: DeferredLogits) -> None:
+        nonlocal read
+        found, least = z.argmax(-1), z.detach().sort(-1).values[..., 0]
+        assert (found == largest).any(0).all() if name == "write" else torch.equal(found, largest)
+        assert torch.isclose(least, smallest).any(0).all() if name == "write" else torch.allclose(least, smallest)
+        read += 1
+
+    def raises(z: DeferredLogits) -> None:
+        raise _Alarm
+
+    for _ in range(2):  # as something is remembered
+        _, count = _interrupted(program, lambda z: None, 0)
+    assert count > 100
+    points = range(1, count, 7)
+    for at in points:
+        result, _ = _interrupted(program, reads, at)
+        torch.testing.assert_close(result, expected)
+        assert isinstance(_interrupted(program, raises, at)[0], _Alarm)
+    assert read == len(points)

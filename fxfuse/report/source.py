@@ -56,9 +56,14 @@ def caller() -> str:
     if _compiled_from.get():
         return _compiled_from.get()
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((TORCH, OWN, "<")):
+    while frame is not None and is_inside(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def is_inside(frame: types.FrameType) -> bool:
+    """Whether a frame runs code of PyTorch's or fxfuse's."""
+    return frame.f_code.co_filename.startswith((TORCH, OWN, "<"))
 
 
 _compiled_from: ContextVar[str] = ContextVar("_compiled_from", default="")
