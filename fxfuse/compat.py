@@ -490,6 +490,11 @@ def uncompiled(fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, An
     return inner, dict(getattr(backend, "kwargs", {}).get("options") or {})
 
 
+def version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to, as far as autograd knows; None for an inference tensor: it does not know."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def storage(example: Tensor) -> int | None:
     """An identity that all views of one storage share, None for tensors without one."""
     try:

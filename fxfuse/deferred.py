@@ -71,7 +71,7 @@ class DeferredLogits(LazyTensor):
     """
 
     # Node, requires_grad and version that the description was made for. In the state they would be a cycle through C++.
-    _known_to_autograd: tuple[Any, bool, int]
+    _known_to_autograd: tuple[Any, bool, int | None]
 
     @torch._dynamo.disable
     def as_subclass(self, cls: type[_T]) -> _T:
@@ -414,8 +414,8 @@ def describe(tensor: DeferredLogits, described: Described) -> None:
     state.described = described
 
 
-def _to_autograd(tensor: DeferredLogits) -> tuple[Any, bool, int]:
-    return tensor.grad_fn, tensor.requires_grad, 0 if tensor.is_inference() else tensor._version
+def _to_autograd(tensor: DeferredLogits) -> tuple[Any, bool, int | None]:
+    return tensor.grad_fn, tensor.requires_grad, compat.version(tensor)
 
 
 def _become(func: Any, args: Any, kwargs: Any) -> bool:
@@ -432,7 +432,9 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
         alone = state.memory.holders() == 1 and not state.is_view and state.values is None
         # Under no_grad the values would change and the gradients would not.
         modes = torch.is_grad_enabled() or not logits.requires_grad
-    if leaf or not alone or not modes or logits.is_inference():
+        # Eager refuses to write to inference tensors elsewhere.
+        modes &= torch.is_inference_mode_enabled() or not logits.is_inference()
+    if leaf or not alone or not modes:
         return False
     name = func.__name__
     function = _method(f"__{name[3:]}" if name.startswith("__i") else name[:-1])

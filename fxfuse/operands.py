@@ -43,7 +43,7 @@ class _Seal:
     """
 
     def __init__(self, tensor: Tensor, copy: Tensor | None = None) -> None:
-        self.version = None if tensor.is_inference() else tensor._version
+        self.version = compat.version(tensor)
         self.address = tensor.data_ptr()
         self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
         self.was_gone = False  # at a step: whatever lies there since may be other values

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import compat
 from .algebra import ClassTensor
 from .eager import EMIT
 from .operands import Operands
@@ -135,15 +136,16 @@ class _Normaliser:
         self.reader = reader
         self.is_used = False  # was taken for that
         self._values = tensor.detach().clone()
-        self._version, self._grad_fn = tensor._version, tensor.grad_fn
+        self._version, self._grad_fn = compat.version(tensor), tensor.grad_fn
         self._hooks = _hooks(tensor)
 
     def is_still(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is what it was, to autograd and behind its back."""
-        if self.is_watched(tensor) or tensor.grad_fn is not self._grad_fn or tensor._version != self._version:
+        changed = tensor.grad_fn is not self._grad_fn or compat.version(tensor) != self._version
+        if changed or self.is_watched(tensor):
             return False
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return True  # nothing may wait for the device
+            return self._version is not None  # nothing may wait for the device
         return torch.equal(tensor, self._values)
 
     def is_watched(self, tensor: Tensor) -> bool:
@@ -265,7 +267,7 @@ class Origin:
     def remember(self, readers: Sequence[Reader], results: Sequence[Tensor]) -> None:
         """Note what readers returned that normalises rows."""
         for reader, result in zip(readers, results, strict=True):
-            if reader.normalises and not result.is_inference():
+            if reader.normalises:
                 self.normalisers[result] = _Normaliser(reader, result)
 
     def reader_of(self, tensor: Any) -> Reader | None:

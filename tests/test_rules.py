@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import dense_reads
 from programs import DEFERRED, FUSED, FUSED_IN_GRAPHS, KEPT, DeferredWorld, World
+from torch.utils._pytree import tree_leaves
 
 import fxfuse
 from fxfuse import rules
@@ -162,6 +163,27 @@ def _compare_at_run_time(program: Callable[[World], Any], device: str) -> int:
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_at_run_time(name: str, driver: str, device: str) -> None:
     assert _compare_at_run_time(FUSED[name], device) == 0
+
+
+@pytest.mark.parametrize("driver", ["run time"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_at_run_time_in_inference_mode(name: str, driver: str, device: str) -> None:
+    """As without gradients elsewhere; whose programs take a gradient raise here as in eager."""
+    outcomes = []
+    for mode, world in ((torch.no_grad, DeferredWorld), (torch.inference_mode, DeferredWorld), (torch.no_grad, World)):
+        with mode(), dense_reads() as reads:
+            try:
+                results = [
+                    t for t in tree_leaves(FUSED[name](world.make(device=device))) if isinstance(t, torch.Tensor)
+                ]
+            except RuntimeError as error:
+                assert "does not require grad" in str(error)
+                results = []
+        outcomes.append(([t.detach() for t in results], reads))
+    (of_no_grad, read), (of_inference, read_there), (expected, _) = outcomes
+    assert read_there == read
+    torch.testing.assert_close(of_inference, expected, equal_nan=True)
+    torch.testing.assert_close(of_no_grad, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("driver", ["run time"])
