@@ -284,15 +284,16 @@ def is_whole_graph(gm: Any) -> bool:
     return reason is not None and all(frame.name != "DDPOptimizer" for frame in reason.user_stack)
 
 
-def end_of_graph(gm: Any) -> tuple[bool, str, list[tuple[str, int]]] | None:
-    """Whether a captured graph ends at a graph break, Dynamo's reason, and the frames (file, line), innermost last.
+def end_of_graph(gm: Any) -> tuple[bool, str, list[tuple[str, int, str]]] | None:
+    """Whether a captured graph ends at a graph break, Dynamo's reason, and the frames, innermost last.
 
-    None for a part of a graph that was split.
+    A frame is a file, a line and a function. None for a part of a graph that was split.
     """
     if not is_whole_graph(gm):
         return None
     reason = gm.compile_subgraph_reason
-    return reason.graph_break, reason.reason, [(frame.filename, frame.lineno or 0) for frame in reason.user_stack]
+    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in reason.user_stack]
+    return reason.graph_break, reason.reason, frames
 
 
 def captured_frame() -> tuple[types.CodeType, Any] | None:

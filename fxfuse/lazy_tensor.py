@@ -24,7 +24,7 @@ from . import compat, errors
 from .lazy import State
 from .origin import Origin
 from .places import have_one_memory
-from .report.source import is_inside
+from .report.source import is_inside, is_of_mode
 
 
 class _Mode(threading.local):
@@ -69,9 +69,7 @@ def is_by_others(error: BaseException) -> bool:
 
 def _is_called_for(frame: types.FrameType) -> bool:
     """Whether it is the program's, and sees a call on its way: a frame of a mode, or of a hook on what is saved."""
-    name = frame.f_code.co_name
-    is_of_mode = name in ("__torch_dispatch__", "__torch_function__") and not is_inside(frame)
-    return is_of_mode or frame.f_code is _pack_outside.__code__
+    return is_of_mode(frame) or frame.f_code is _pack_outside.__code__
 
 
 class LazyTensor(Tensor):

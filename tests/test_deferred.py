@@ -3686,6 +3686,15 @@ def test_reads_are_reported_with_their_place() -> None:
     assert f"test_deferred.py:{line}" in text
 
 
+@pytest.mark.parametrize("mode", [Doubles, DoublesFunctions])
+def test_a_read_within_a_mode_is_told_where_the_program_has_it(mode: Any) -> None:
+    z = DeferredWorld.make().z
+    with mode():
+        line = z.sin() is not None and _line()
+    read = fxfuse.reads()[-1]
+    assert read.kind == "read" and read.where.endswith(f"test_deferred.py:{line}")
+
+
 def _line() -> int:
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from programs import FUSED, KEPT, World
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
@@ -390,6 +391,22 @@ def test_a_place_is_read_from_frames_alone() -> None:
     node = torch.fx.Graph().placeholder("x")
     node.meta["stack_trace"] = '  File "/a"b.py", line 3, in f\n    z = head(x)  # File "other.py", line 4, in g\n'
     assert location(node) == '/a"b.py:3'
+
+
+class _Sees(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_places_are_those_of_the_program_where_a_mode_is_on() -> None:
+    def read(m: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ce(m.lm_head(x), y)
+
+    plain = site_of(read)
+    with _Sees():
+        site = site_of(read)
+    assert site.where == plain.where and site.where.startswith(__file__)
+    assert site.chain == plain.chain
 
 
 @pytest.mark.parametrize("words", ["why", "line_at", "module_path", "eager_bytes", "projection_name"])

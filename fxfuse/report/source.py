@@ -18,7 +18,9 @@ from torch.fx import Node
 
 from ..compat import COMPILED, captured_frame, dynamo_source, given_value, in_captured_frame, modules_in_modules
 
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)  # its source is indented further
+# Its source is indented further.
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)', re.MULTILINE)
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")
 TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
 OWN = str(Path(__file__).parent.parent) + os.sep
 # How Dynamo looks up a module: in ``__dict__`` where one above it has a ``__getattr__`` of its own, as PEFT's have, and
@@ -37,9 +39,11 @@ def location(node: Node) -> str | None:
     return None if frames is None else innermost(_FRAME.findall(frames)) or caller() or None
 
 
-def innermost(frames: Iterable[tuple[str, Any]]) -> str:
-    """``file.py:line`` of the last of ``frames`` that is outside of PyTorch; empty if there is none."""
-    own = [frame for frame in frames if not frame[0].startswith(TORCH)]
+def innermost(frames: Iterable[tuple[str, Any, str]]) -> str:
+    """``file.py:line`` of the last of ``frames`` (file, line, function) that is outside of PyTorch and no mode's; empty
+    if there is none.
+    """
+    own = [frame for frame in frames if not frame[0].startswith(TORCH) and frame[2] not in _OF_MODES]
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
@@ -50,13 +54,14 @@ def line_at(where: str | None) -> str:
 
 
 def caller() -> str:
-    """``file.py:line`` of the innermost running frame outside of PyTorch and fxfuse; empty if there is none. Where
-    compiled code runs, of what it was compiled from, as far as that is known: see ``called_from``.
+    """``file.py:line`` of the innermost running frame outside of PyTorch, fxfuse and modes; empty if there is none.
+
+    Where compiled code runs, of what it was compiled from, as far as that is known: see ``called_from``.
     """
     if _compiled_from.get():
         return _compiled_from.get()
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and is_inside(frame):
+    while frame is not None and (is_inside(frame) or is_of_mode(frame)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
@@ -64,6 +69,11 @@ def caller() -> str:
 def is_inside(frame: types.FrameType) -> bool:
     """Whether a frame runs code of PyTorch's or fxfuse's."""
     return frame.f_code.co_filename.startswith((TORCH, OWN, "<"))
+
+
+def is_of_mode(frame: types.FrameType) -> bool:
+    """Whether a frame runs a method by which a mode or a subclass of the program's sees calls on their way."""
+    return frame.f_code.co_name in _OF_MODES and not is_inside(frame)
 
 
 _compiled_from: ContextVar[str] = ContextVar("_compiled_from", default="")
