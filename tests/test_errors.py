@@ -72,7 +72,6 @@ ELSEWHERE = {
     ("backend.py", "compat.as_raised"): "one of errors.py, as Dynamo hands it on unwrapped",
     ("rules/__init__.py", "Keep(because(code, detail or self.name, self.where))"): "caught: the head is kept",
     ("lazy_tensor.py", "NotDeferred"): "caught: the values are put in",
-    ("deferred.py", "NotDeferred"): "caught: the values are put in",
     ("kernels/launcher.py", "_NotCompiled"): "caught: the op is rehearsed",
     ("kernels/launcher.py", "CancelledError"): "caught: Triton forgets that it was asked for the kernel",
     ("kernels/prepared.py", "_Unknown"): "caught: Triton launches the kernel",
