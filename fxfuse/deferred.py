@@ -460,9 +460,11 @@ def _before_the_write(logits: DeferredLogits) -> DeferredLogits:
 
 
 def _entries(argument: Any) -> Entries | None:
-    """The number in a 0-d tensor, where reading it waits for nothing."""
-    known = type(argument) is Tensor and argument.dim() == 0 and argument.is_cpu and not argument.requires_grad
-    return constant(float(argument)) if known and not argument.is_complex() else None
+    """The number in a 0-d tensor. On a GPU that waits for what makes it, as a look at the operands does."""
+    known = type(argument) is Tensor and argument.dim() == 0 and not argument.requires_grad
+    if not known or argument.is_complex() or (argument.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return constant(float(argument)) if argument.is_cpu or argument.is_cuda else None
 
 
 class _Freeze:

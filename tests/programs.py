@@ -39,14 +39,15 @@ class World:
         g = torch.Generator().manual_seed(seed)
 
         def randn(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=g, dtype=torch.float64).to(device, dtype).requires_grad_()
+            made = torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu")
+            return made.to(device, dtype).requires_grad_()
 
         return cls(
             randn(BATCH, TIME, HIDDEN),
             torch.nn.Parameter(randn(VOCAB, HIDDEN)),
             torch.nn.Parameter(randn(VOCAB)),
-            torch.randint(0, VOCAB, (BATCH, TIME), generator=g).to(device),
-            torch.rand(VOCAB, generator=g, dtype=torch.float64).to(device, dtype),
+            torch.randint(0, VOCAB, (BATCH, TIME), generator=g, device="cpu").to(device),
+            torch.rand(VOCAB, generator=g, dtype=torch.float64, device="cpu").to(device, dtype),
         )
 
     def leaves(self) -> list[torch.Tensor]:
@@ -667,10 +668,10 @@ def _distillation_by_rows(s: World) -> Any:
     return each.transpose(0, 1)[1:].sum(-1), F.kl_div(s.z.log_softmax(-1), s.project(s.x, s.w * 2).softmax(-1))
 
 
-def _jensen_shannon(s: World, beta: float) -> Any:
-    """As TRL's GKDTrainer has it, but for the mask over prompts, and with the number where it can be read at once."""
+def _jensen_shannon(s: World, beta: float, device: Any) -> Any:
+    """As TRL's GKDTrainer has it, but for the mask over prompts."""
     student, teacher = (s.zb / 0.7).log_softmax(-1), (_teacher(s) / 0.7).log_softmax(-1)
-    b = torch.tensor(beta, dtype=student.dtype)
+    b = torch.tensor(beta, dtype=student.dtype, device=device)
     mixture = torch.logsumexp(torch.stack([student + torch.log1p(-b), teacher + torch.log(b)]), dim=0)
     of_teacher = F.kl_div(mixture, teacher, reduction="none", log_target=True)
     of_student = F.kl_div(mixture, student, reduction="none", log_target=True)
@@ -1302,7 +1303,7 @@ FUSED: dict[str, Callable[[World], Any]] = {
     ),
     "probabilities_of_a_teacher": _probabilities_of_a_teacher,
     "mixture_by_a_written_number": _mixture_by_a_written_number,
-    "jensen_shannon": lambda s: (_jensen_shannon(s, 0.1).sum(-1), _jensen_shannon(s, 0.5).mean()),
+    "jensen_shannon": lambda s: (_jensen_shannon(s, 0.1, "cpu").sum(-1), _jensen_shannon(s, 0.5, s.x.device).mean()),
     "jensen_shannon_by_logaddexp": _jensen_shannon_by_logaddexp,
     "jensen_shannon_of_probabilities": _jensen_shannon_of_probabilities,
     "skewed_divergence": _skewed_divergence,

@@ -4361,3 +4361,26 @@ def test_signal_handlers_read_and_raise_as_in_eager(name: str) -> None:
         torch.testing.assert_close(result, expected)
         assert isinstance(_interrupted(program, raises, at)[0], _Alarm)
     assert read == len(points)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+def test_a_number_on_the_device_is_read_but_in_a_capture() -> None:
+    share = torch.tensor(0.25, dtype=torch.float64, device="cuda")
+
+    def divergence(s: World) -> Tensor:
+        with torch.no_grad():
+            student, teacher = s.z.log_softmax(-1), s.project(s.x.cos(), s.w).log_softmax(-1)
+            m = torch.logaddexp(student + torch.log1p(-share), teacher + share.log())
+            return F.kl_div(m, teacher, log_target=True, reduction="sum")
+
+    expected, s = divergence(World.make(device="cuda")), DeferredWorld.make(device="cuda")
+    with dense_reads() as reads:
+        torch.testing.assert_close(divergence(s), expected)
+    assert not reads
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with dense_reads() as reads, torch.cuda.graph(graph):
+        value = divergence(s)
+    assert reads
+    graph.replay()
+    torch.testing.assert_close(value, expected)

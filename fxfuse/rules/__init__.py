@@ -77,6 +77,14 @@ class Call:
         entries = self.entries_of(handle)
         return entries.off if entries is not None and entries.classes is None else None
 
+    def targets_in(self, handle: Any) -> Entries | None:
+        """What a tensor certainly holds that has something else for one class of each row, or None."""
+        example = self.example(handle)
+        if not isinstance(example, Tensor) or example.dim() == 0:  # which is not asked for its number in vain
+            return None
+        entries = self.entries_of(handle)
+        return entries if entries is not None and entries.classes is not None else None
+
     def number_in(self, value: Any) -> float | None:
         """A number, or that which a tensor certainly holds in every entry; None if it is not known."""
         return value if isinstance(value, (int, float)) else self.constant_everywhere(value)

@@ -32,8 +32,8 @@ def cross_entropy(
 ) -> Reader:
     if not isinstance(input, Logits) and not (isinstance(input, LogProbs) and input.factor == 1.0):
         call.keep("unknown_reader", "cross_entropy of something other than logits")
-    targets = call.entries_of(target)
-    if targets is not None and targets.classes is not None:
+    targets = call.targets_in(target)
+    if targets is not None:
         return cross_entropy_with(call, input, target, targets, weight, reduction, label_smoothing)
     if isinstance(target, Probs) and weight is None and label_smoothing == 0.0:
         return _with_teacher(call, input, target, False, reduction, classes_at=0 if len(input.shape) == 1 else 1)
@@ -51,8 +51,8 @@ def nll_loss(
 
 @rule(F.kl_div, like=F.kl_div, reads="loss", derives=True, tracked=("input", "target"))
 def kl_div(call: Call, input: Any, target: Any, reduction: Any = "mean", log_target: Any = False) -> Any:
-    targets = call.entries_of(target)
-    if targets is not None and targets.classes is not None and not log_target:
+    targets = call.targets_in(target)
+    if targets is not None and not log_target:
         return kl_div_with(call, input, target, targets, reduction)
     if not isinstance(input, (LogProbs, Mixture)):
         call.keep("unknown_reader", "kl_div of something other than log-probabilities")

@@ -258,8 +258,8 @@ def mul(call: Call, input: Any, other: Any) -> ClassTensor:
     number = _known(call, input, other)
     if number is not None:
         return _scaled(call, input, number)
-    targets = call.entries_of(other)
-    if targets is not None and targets.classes is not None:
+    targets = call.targets_in(other)
+    if targets is not None:
         return _targeted(call, input, other, targets)
     return _scaled_by_tensor(call, input, torch.mul, other)
 
