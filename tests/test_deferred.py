@@ -48,6 +48,7 @@ from fxfuse import errors, lazy, lazy_tensor, operands, passes, places, reading
 from fxfuse.deferred import DeferredLogits
 from fxfuse.origin import MOST_USED
 from fxfuse.report.records import journal
+from fxfuse.report.source import OWN
 
 Program = Callable[[Tensor, World], Any]
 
@@ -4314,7 +4315,7 @@ def _interrupted(program: Any, handler: Callable[[DeferredLogits], None], at: in
         nonlocal calls
         # What is raised where nobody calls, as a generator is closed, Python prints; and in a report it is a warning.
         file, is_generator = frame.f_code.co_filename, frame.f_code.co_flags & inspect.CO_GENERATOR
-        if "/fxfuse/" in file and "/fxfuse/report/" not in file and not is_generator:
+        if file.startswith(OWN) and not file.startswith(f"{OWN}report") and not is_generator:
             calls += 1
             if calls == at:
                 sys.settrace(outside)

@@ -168,7 +168,7 @@ def test_fused_at_run_time(name: str, driver: str, device: str) -> None:
 @pytest.mark.parametrize("driver", ["run time"])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_at_run_time_in_inference_mode(name: str, driver: str, device: str) -> None:
-    """As without gradients elsewhere; whose programs take a gradient raise here as in eager."""
+    """As under no_grad; programs that take a gradient raise as in eager."""
     outcomes = []
     for mode, world in ((torch.no_grad, DeferredWorld), (torch.inference_mode, DeferredWorld), (torch.no_grad, World)):
         with mode(), dense_reads() as reads:
