@@ -342,16 +342,7 @@ def _meta(value: Any) -> Any:
 
 def become(tensor: LazyTensor, other: LazyTensor) -> None:
     """Let one be what the other is, to autograd a copy from it; nothing is written."""
-    _call(tensor.copy_, (other,), {}, becoming=True)
-
-
-def run_deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` returns of lazy tensors, which waits.
-
-    Raises:
-        NotDeferred: an operator cannot wait.
-    """
-    return _call(func, args, kwargs)
+    run_deferred(tensor.copy_, (other,), {}, becoming=True)
 
 
 def shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -362,7 +353,7 @@ def shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
     """
     try:
         with torch.no_grad():
-            out: Tensor = _call(func, args, kwargs, shapes=True)
+            out: Tensor = run_deferred(func, args, kwargs, shapes=True)
     except NotDeferred:
         raise
     except Exception as error:
@@ -372,8 +363,12 @@ def shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
     return out
 
 
-def _call(func: Any, args: Any, kwargs: Any, becoming: bool = False, shapes: bool = False) -> Any:
-    """``func``, with the mode on."""
+def run_deferred(func: Any, args: Any, kwargs: Any, becoming: bool = False, shapes: bool = False) -> Any:
+    """What ``func`` returns of lazy tensors, which waits; ``becoming`` and ``shapes`` as in the mode.
+
+    Raises:
+        NotDeferred: an operator cannot wait.
+    """
     before = _mode.call, _mode.becoming, _mode.shapes
     _mode.call, _mode.becoming, _mode.shapes = sys._getframe(), becoming, shapes
     try:
