@@ -30,8 +30,7 @@ _NEIGHBOURS = 4
 _IN_PLACE = "it was changed in place"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# By their ids, as one that a finaliser ends may leave while these are listed.
-_living: weakref.WeakValueDictionary[int, Operands] = weakref.WeakValueDictionary()
+_living: set[weakref.ref[Operands]] = set()  # not a WeakSet, which takes three times as long to add to
 
 
 class _Seal:
@@ -39,16 +38,17 @@ class _Seal:
 
     Writes through ``.data`` or by another library leave the version as it is. The sample has elements of every row and
     every column of a matrix whose rows have no gaps inside (of up to 2^19, else from so many places): it shows what
-    changes rows or columns as a whole. Where there is a copy, that takes the place of the sample.
+    changes rows or columns as a whole. Where there is a copy, that takes the place of the sample; what others cannot
+    write to needs none.
     """
 
-    def __init__(self, tensor: Tensor, copy: Tensor | None = None) -> None:
+    def __init__(self, tensor: Tensor, copy: Tensor | None = None, writable: bool = True) -> None:
         self.version = compat.version(tensor)
         self.address = tensor.data_ptr()
         self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
         self.was_gone = False  # at a step: whatever lies there since may be other values
         self.sample_of = _sample if copy is None else Tensor.detach
-        self.sample = _sample(tensor) if copy is None else copy
+        self.sample = copy if copy is not None or not writable else _sample(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies where it did: its ``.data`` may have been replaced."""
@@ -70,9 +70,11 @@ class _Seal:
             return "an optimizer's step has changed it"
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return ""  # nothing may wait for the device
+        then = self.sample if copy is None else copy
+        if then is None:
+            return ""
         with compat.modes_set_aside():
-            now, then = (self.sample_of(tensor), self.sample) if copy is None else (tensor.detach(), copy)
-            now = now.resolve_neg()
+            now = (self.sample_of(tensor) if copy is None else tensor.detach()).resolve_neg()
             return "" if torch.equal(_bits(now), _bits(then)) else "it was changed behind autograd's back"
 
 
@@ -180,7 +182,9 @@ class Operands:
         # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
         self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
         self._copies = dict(self._exposed)
-        self._seals = {name: _Seal(t, self._copies.get(name)) for name, t in operands.items()}
+        # The memory of hidden states that nobody else has is written to by nothing but the next replay of a CUDA graph.
+        writable = not input.is_cpu
+        self._seals = {n: _Seal(t, self._exposed.get(n), writable or n != "input") for n, t in operands.items()}
         self._originals = {**operands, **self._exposed}
         others = {name: t for name, t in operands.items() if name != "input" and name not in self._exposed}
         self.head = head.of(**{"input": input, **self._exposed, **_cut_off(others)})
@@ -193,7 +197,7 @@ class Operands:
         self.stream = torch.cuda.current_stream(head.input.device) if head.input.is_cuda else None
         self._in_capture = head.input.is_cuda and torch.cuda.is_current_stream_capturing()
         _watch.begin()
-        _living[id(self)] = self
+        _living.add(weakref.ref(self, _living.discard))
         _watch.now()
 
     def as_they_were(self) -> Head:
@@ -350,7 +354,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _copy(optimizer: torch.optim.Optimizer) -> None:
-    living = [operands for ref in _living.valuerefs() if (operands := ref()) is not None]
+    # Of a copy, which nothing interrupts: one that a finaliser ends may leave while these are listed.
+    living = [operands for ref in _living.copy() if (operands := ref()) is not None]
     for operands in living:
         if not operands.are_needed():
             operands.are_read()

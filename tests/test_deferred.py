@@ -15,6 +15,7 @@ import operator
 import pathlib
 import pickle
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -2469,6 +2470,8 @@ def test_a_read_after_any_other_change_is_refused(name: str, operand: str) -> No
     change, how = CHANGES[name]
     if name == "state_dict" and operand != "w":
         pytest.skip("a module has weights")
+    if how == "behind autograd's back" and operand == "x":
+        pytest.skip("nobody has those of a graph, but for those that are copied: the test below")
     for read in (
         lambda z, s: z.sum(),
         lambda z, s: z.detach()[0, -1].sin(),
@@ -2565,16 +2568,47 @@ def test_gradients_go_where_they_did_when_the_logits_were_made(program: Callable
     torch.testing.assert_close(run(DeferredWorld.make()), run(World.make()))
 
 
-def test_hidden_states_that_were_copied_are_those_of_the_call() -> None:
-    """One element, written behind autograd's back: a sample would not show it."""
+class _Hooked(torch.nn.Module):
+    """A hook has what the body returns."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.body, self.weight = torch.nn.Tanh(), weight
+        self.body.register_forward_hook(lambda module, args, output: self.seen.append(output))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = F.linear(self.body(x), self.weight)
+        return self.seen.pop(), z
+
+
+def _with_a_row_of_them(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x.tanh()
+    return h[0], F.linear(h, w)
+
+
+@pytest.mark.parametrize("who", ["given", "returned in part", "hooked"])
+@pytest.mark.parametrize("change", ["data_element_written", "data_written", "data_row_written", "numpy"])
+def test_hidden_states_that_others_have_are_those_of_the_call(who: str, change: str) -> None:
+    """Written to behind autograd's back: they are copied, for a sample would not show it of one element."""
 
     def run(c: Any) -> list[Any]:
         s = World.make()
-        z = c(F.linear)(s.x, s.w)
-        s.x.data[0, 0, 1] = 7.0
+        if who == "given":
+            h, z = s.x, c(F.linear)(s.x, s.w)
+        elif who == "returned in part":
+            h, z = c(_with_a_row_of_them)(s.x, s.w)
+        else:
+            h, z = c(_Hooked(s.w))(s.x)
+        if change == "data_element_written":
+            h.data.view(-1)[1] = 7.0
+        else:
+            CHANGES[change][0](h)
+        assert isinstance(z, DeferredLogits) == (c is compiled)
         loss = ce(z, s.y)
         return [loss.detach(), z.detach() * 1]
 
+    torch._dynamo.reset()
     torch.testing.assert_close(run(compiled), run(lambda f: f))
 
 
@@ -3694,6 +3728,22 @@ def test_a_read_within_a_mode_is_told_where_the_program_has_it(mode: Any) -> Non
         line = z.sin() is not None and _line()
     read = fxfuse.reads()[-1]
     assert read.kind == "read" and read.where.endswith(f"test_deferred.py:{line}")
+
+
+WITHOUT_FILE = """
+import torch, torch.nn.functional as F, fxfuse
+f = torch.compile(F.linear, backend="fxfuse", options={"fxfuse.min_logits_bytes": 0, "fxfuse.inner": "eager"})
+z = f(torch.randn(5, 8), torch.randn(40, 8))
+z.sin()
+(read,) = fxfuse.reads()
+print(read.where)
+"""
+
+
+@pytest.mark.parametrize("command", [["-c", WITHOUT_FILE], ["-"]])
+def test_a_read_by_a_program_without_a_file_is_told_with_its_line(command: list[str]) -> None:
+    run = subprocess.run([sys.executable, *command], input=WITHOUT_FILE, capture_output=True, text=True, timeout=300)
+    assert run.stdout.strip() == ("<string>:5" if "-c" in command else "<stdin>:5"), run.stderr
 
 
 def _line() -> int:

@@ -67,8 +67,11 @@ def caller() -> str:
 
 
 def is_inside(frame: types.FrameType) -> bool:
-    """Whether a frame runs code of PyTorch's or fxfuse's."""
-    return frame.f_code.co_filename.startswith((TORCH, OWN, "<"))
+    """Whether a frame runs code of PyTorch's or fxfuse's, or what was generated (as by FX, or for a dataclass)."""
+    file = frame.f_code.co_filename
+    # ``python -c``, a prompt and the cells of a notebook have no file, and are the program.
+    generated = file.startswith("<") and frame.f_globals.get("__name__") != "__main__"
+    return generated or file.startswith((TORCH, OWN))
 
 
 def is_of_mode(frame: types.FrameType) -> bool:
