@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from . import compat
 from .algebra import ClassTensor, Head
 from .eager import dense
+from .living import Living
 from .origin import Given, Origin, join, locked, working
 from .places import along, in_common, laid_out, placed, put_runs, take_runs, write
 from .report.chain import Applied
@@ -48,7 +49,7 @@ class Memory:
     """
 
     one: bool = False
-    views: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
+    views: Living[State] = field(default_factory=Living)
 
     @functools.cached_property
     def built(self) -> weakref.WeakSet[State]:
@@ -94,14 +95,14 @@ class State:
     def __post_init__(self) -> None:
         if self.thunk is None:  # nobody else knows the output yet
             self.memory = Memory()
-            self.memory.views.add(self)
+            self.memory.views.track(self)
             return
         parents = tuple(self._parents())
         self.memory = parents[0].memory if self.is_view else Memory()
         with locked(self.origins):
             if self.others:
                 join(self)
-            self.memory.views.add(self)
+            self.memory.views.track(self)
             for origin in self.origins:
                 origin.derived[id(self)] = self
             for part in () if self.is_view else parents:
@@ -195,7 +196,7 @@ class State:
             return self._build()
         built = self.memory.built
         known = [other for other in built if other is not self and built.isdisjoint(other._viewed_states())]
-        known += (other for other in self.memory.views - built if other is not self and other._given())
+        known += (o for o in self.memory.views.all() if o is not self and o not in built and o._given())
         if self is owner:
             values = self._keep(self._build())  # of which the others are views
             for other in known:

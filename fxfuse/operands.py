@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,101 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import compat, errors
 from .algebra import Head
+from .living import Living
+from .seals import BEHIND, IN_PLACE, Difference, Seal, is_gone
 
-# One for each class of a vocabulary, and neighbours. Reading far apart is what they cost: microseconds on a GPU, a few
-# ns each on a CPU. There copies are cut for threads by the number of elements: with neighbours all threads have some.
-_MOST_SAMPLES = 1 << 19
-_NEIGHBOURS = 4
-_IN_PLACE = "it was changed in place"
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_living: set[weakref.ref[Operands]] = set()  # not a WeakSet, which takes three times as long to add to
-
-
-class _Seal:
-    """What shows that a tensor was written to: its version, its address and a sample of its bits.
-
-    Writes through ``.data`` or by another library leave the version as it is. The sample has elements of every row and
-    every column of a matrix whose rows have no gaps inside (of up to 2^19, else from so many places): it shows what
-    changes rows or columns as a whole. Where there is a copy, that takes the place of the sample; what others cannot
-    write to needs none.
-    """
-
-    def __init__(self, tensor: Tensor, copy: Tensor | None = None, writable: bool = True) -> None:
-        self.version = compat.version(tensor)
-        self.address = tensor.data_ptr()
-        self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
-        self.was_gone = False  # at a step: whatever lies there since may be other values
-        self.sample_of = _sample if copy is None else Tensor.detach
-        self.sample = copy if copy is not None or not writable else _sample(tensor)
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies where it did: its ``.data`` may have been replaced."""
-        return tensor.data_ptr() == self.address
-
-    def is_written_to(self, tensor: Tensor) -> bool:
-        """Whether autograd knows of a write to ``tensor``."""
-        return self.version is not None and tensor._version != self.version
-
-    def broken(self, tensor: Tensor, copy: Tensor | None = None) -> str:
-        """How ``tensor`` was changed; empty if it was not, as far as can be seen: with a ``copy``, certainly."""
-        if self.was_gone or _is_gone(tensor):
-            return "its memory was freed (FSDP frees what it gathered after the backward, or after the forward already)"
-        if not self.is_of(tensor):
-            return "its .data was replaced"
-        if self.is_written_to(tensor):
-            return _IN_PLACE
-        if self.is_open and copy is None:
-            return "an optimizer's step has changed it"
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return ""  # nothing may wait for the device
-        then = self.sample if copy is None else copy
-        if then is None:
-            return ""
-        with compat.modes_set_aside():
-            now = (self.sample_of(tensor) if copy is None else tensor.detach()).resolve_neg()
-            return "" if torch.equal(_bits(now), _bits(then)) else "it was changed behind autograd's back"
-
-
-def _is_gone(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """A copy of some of its elements."""
-    without_gradient = tensor.detach() if tensor.requires_grad else tensor
-    return torch.as_strided_copy(without_gradient, *_where_sampled(tensor.shape, tensor.stride()))
-
-
-@functools.lru_cache(maxsize=256)
-def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Size and stride of the sample: some neighbours every so many elements of the memory from the first to the last.
-
-    A step that is prime to what lies between the beginnings of two rows comes upon every column in as many steps, and
-    upon every row if it is no longer than the row.
-    """
-    if 0 in shape:
-        return (0, 1), (1, 1)
-    axes = [(size - 1, stride) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride]
-    extent = 1 + sum(last * stride for last, stride in axes)
-    _, *wider = sorted({stride for _, stride in axes}) or [1]
-    row = wider[0] if wider else extent
-    filled = 1 + sum(last * stride for last, stride in axes if stride < row)  # there may be a gap before the next
-    step = max(min(filled, extent // row), 1)
-    while math.gcd(step, row) > 1:
-        step -= 1
-    if step * _MOST_SAMPLES < extent:
-        step = -(-extent // _MOST_SAMPLES)
-        while math.gcd(step, row) > 1:
-            step += 1
-    neighbours = min(_NEIGHBOURS, step)
-    # The last must not lie past the end; between the one before and that is no whole row.
-    return (1 + (extent - neighbours) // step, neighbours), (step, 1)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    # By its operator: programs are known to put ``reshape`` in the place of the method, which takes no dtype.
-    return torch.ops.aten.view.dtype(tensor, _BITS[tensor.dtype.itemsize])
+_living: Living[Operands] = Living()
 
 
 class Trained:
@@ -165,6 +74,16 @@ class Operands:
         stream: the CUDA stream on which eager computes the logits; None elsewhere.
     """
 
+    size = 0
+    stream: torch.cuda.Stream | None = None
+    _in_capture = False
+    _is_read = False
+    _trained: weakref.ref[Trained] | None = None
+    _logits: weakref.ref[Any] | None = None
+    _user: weakref.ref[Any] | None = None
+    _looked: Sequence[tuple[str, Difference]] = ()  # since the last read began
+    _looked_at_copy: Mapping[str, Difference] = types.MappingProxyType({})
+
     def __init__(self, head: Head, exposed: bool, where: str, on_copy: Callable[[int], None]) -> None:
         """
         Args:
@@ -176,40 +95,45 @@ class Operands:
         self._on_copy = on_copy
         self._where = where
         input = head.input.detach()  # which has its version
-        operands = {**_operands_of(head), "input": input}
+        operands = _operands_of(head)
+        operands["input"] = input
         # Logits would keep all of the memory that hidden states of a few tokens are a part of.
         copied = exposed or input.untyped_storage().nbytes() > 2 * input.nbytes
         # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
         self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
-        self._copies = dict(self._exposed)
+        self._copies = self._exposed.copy()
         # The memory of hidden states that nobody else has is written to by nothing but the next replay of a CUDA graph.
         writable = not input.is_cpu
-        self._seals = {n: _Seal(t, self._exposed.get(n), writable or n != "input") for n, t in operands.items()}
-        self._originals = {**operands, **self._exposed}
-        others = {name: t for name, t in operands.items() if name != "input" and name not in self._exposed}
-        self.head = head.of(**{"input": input, **self._exposed, **_cut_off(others)})
-        self._trained: weakref.ref[Trained] | None = None
-        self._logits: weakref.ref[Any] | None = None
-        self._user: weakref.ref[Any] | None = None
-        self._is_read = False
-        self.size = 0
+        self._seals = {n: Seal(t, self._exposed.get(n), writable or n != "input") for n, t in operands.items()}
+        operands.update(self._exposed)
+        self._originals = operands
+        without_gradient = {n: t if n == "input" else t.detach() for n, t in operands.items() if not t.requires_grad}
+        self.head = head.of(**without_gradient)
         self.lock = threading.RLock()
-        self.stream = torch.cuda.current_stream(head.input.device) if head.input.is_cuda else None
-        self._in_capture = head.input.is_cuda and torch.cuda.is_current_stream_capturing()
+        if input.is_cuda:
+            self.stream = torch.cuda.current_stream(input.device)
+            self._in_capture = torch.cuda.is_current_stream_capturing()
         _watch.begin()
-        _living.add(weakref.ref(self, _living.discard))
+        _living.track(self)
         _watch.now()
 
     def as_they_were(self) -> Head:
         """The head with copies in the place of operands that have been copied: for values, not for gradients.
+
+        What the device has yet to say about them ``were_not_written_to`` waits for: until then nothing may be made
+        known that is computed from the head.
 
         Raises:
             StaleLogitsError: another operand is not what it was, or would not be in a replay of what is captured.
         """
         if self.stream is not None and torch.cuda.is_current_stream_capturing() and not self._in_capture:
             raise errors.read_in_capture(self._where)
-        for name, how in self._broken():
-            raise errors.stale_logits(name, how, self._where)
+        looked = self._looked = []
+        for name, how, difference in self._seen():
+            if how:
+                raise errors.stale_logits(name, how, self._where)
+            looked.append((name, difference))
+        self._refuse_differences(Difference.is_known)
         copies: dict[str, Any] = self._copies
         return self.head.of(**copies)
 
@@ -217,24 +141,34 @@ class Operands:
         """For the end of what is computed from them: another thread may have begun to change them meanwhile.
 
         Raises:
-            StaleLogitsError: it has.
+            StaleLogitsError: it has, or one was not what it was in the beginning.
         """
         originals = self._as_others_have_them()
         for name, seal in self._seals.items():
             if name not in self._copies and seal.is_written_to(originals[name]):
-                raise errors.stale_logits(name, _IN_PLACE, self._where)
+                raise errors.stale_logits(name, IN_PLACE, self._where)
+        self._refuse_differences()
+
+    def _refuse_differences(self, among: Callable[[Difference], bool] | None = None) -> None:
+        for name, difference in self._looked:
+            if (among is None or among(difference)) and difference.is_there():
+                raise errors.stale_logits(name, BEHIND, self._where)
 
     def are_stale(self) -> bool:
         """Whether the logits cannot be computed any more."""
-        return any(True for _ in self._broken())
+        return any(how or difference.is_there() for _, how, difference in self._seen())
 
-    def _broken(self) -> Iterator[tuple[str, str]]:
-        """The operands that are not what they were, and of which there is no copy, and how."""
+    def _seen(self) -> Iterator[tuple[str, str, Difference]]:
+        """For each operand how it was changed, as far as that shows at once, and whether it differs from what it was;
+        of those of which there is a copy, when they were copied.
+        """
         originals = self._as_others_have_them()
         for name, seal in self._seals.items():
-            how = "" if name in self._copies else seal.broken(originals[name])
-            if how:
-                yield name, how
+            if name not in self._copies:
+                how = seal.broken(originals[name])
+                yield name, how, Difference() if how else seal.difference(originals[name])
+            elif name in self._looked_at_copy:
+                yield name, "", self._looked_at_copy[name]
 
     def _as_others_have_them(self) -> dict[str, Any]:
         """The operands, of which the memory may have been replaced; of the hidden states only while gradients flow."""
@@ -248,7 +182,7 @@ class Operands:
     def are_copied(self) -> bool:
         """Whether an operand was changed and there is a copy of it, through which no gradient flows."""
         originals = self._as_others_have_them()
-        return any(self._seals[name].broken(originals[name], copy) for name, copy in self._copies.items())
+        return any(self._seals[name].is_broken(originals[name], copy) for name, copy in self._copies.items())
 
     def trained_by(self, trained: Trained) -> None:
         """These are the operands for gradients too, as long as something keeps ``trained``."""
@@ -287,6 +221,7 @@ class Operands:
         """From now on the logits exist: no copy is needed, but of what others may write to."""
         self._is_read = True
         self._copies = dict(self._exposed)
+        self._looked_at_copy = {}
 
     def are_unread(self) -> bool:
         """Whether something may be computed from them."""
@@ -316,7 +251,7 @@ class Operands:
                 if name in self._copies:
                     continue
                 # What FSDP has gathered, it will gather again, of the shards that the step changes.
-                seal.was_gone |= _is_gone(tensor)
+                seal.was_gone |= is_gone(tensor)
                 if compat.storage(tensor) not in storages:
                     continue
                 if self._is_read:
@@ -324,6 +259,7 @@ class Operands:
                     continue
                 if seal.broken(tensor):
                     continue  # what has changed already is too late to copy; reading says so
+                self._looked_at_copy = {**self._looked_at_copy, name: seal.difference(tensor)}
                 if id(tensor) not in copies:
                     copies[id(tensor)] = tensor.detach().clone()
                     self._on_copy(copies[id(tensor)].nbytes)
@@ -354,8 +290,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _copy(optimizer: torch.optim.Optimizer) -> None:
-    # Of a copy, which nothing interrupts: one that a finaliser ends may leave while these are listed.
-    living = [operands for ref in _living.copy() if (operands := ref()) is not None]
+    living = _living.all()
     for operands in living:
         if not operands.are_needed():
             operands.are_read()

@@ -103,6 +103,7 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     key = (level.row_key(), level.logits_key(), grad)
     source = replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
     given: list[Given] = []
+    sums: Statistics | None = None
     computed = tuple(replace(_noting(reader, given), source=source) for reader in readers)
     reader = computed[0]
     # What readers of the same rows could share.
@@ -123,12 +124,7 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         stats = with_sums(EMIT, known, operands, source) if reader.sums_classes else known
         results = [finished(EMIT, reader, stats, None)]
     elif shares and reader.coefficients is None and reader.chosen is None:
-        results, stats = statistics(EMIT, computed, operands, origin.memory)
-        # It would be that of some of the rows.
-        if not reader.skip_unindexed and not (grad and origin.may_lead_back(level)):
-            kept[key] = stats, Identity.of(level, key)
-            if len(kept) > MOST_KEPT:
-                del kept[next(iter(kept))]  # the oldest
+        results, sums = statistics(EMIT, computed, operands, origin.memory)
     else:
         room = not grad or _has_room(origin, computed)
         _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory, room=room)
@@ -141,6 +137,11 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     if not isinstance(reader, Beside):
         for one, _ in found.values():
             one.operands.were_not_written_to()
+    # Else it would be that of some of the rows.
+    if sums is not None and not reader.skip_unindexed and not (grad and origin.may_lead_back(level)):
+        kept[key] = sums, Identity.of(level, key)
+        if len(kept) > MOST_KEPT:
+            del kept[next(iter(kept))]  # the oldest
     origin.note(given)
     for one, _ in found.values():
         one.bypassed |= grad

@@ -45,7 +45,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxfuse
 from fxfuse import deferred as deferred_module
-from fxfuse import errors, lazy, lazy_tensor, operands, passes, places, reading
+from fxfuse import errors, lazy, lazy_tensor, operands, passes, places, reading, seals
 from fxfuse.deferred import DeferredLogits
 from fxfuse.origin import MOST_USED
 from fxfuse.report.records import journal
@@ -2464,6 +2464,14 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+@pytest.fixture(params=["at once", "late"])
+def answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are compared at once, or as on a GPU: what is read is computed before the answer is there."""
+    if request.param == "late":
+        monkeypatch.setattr(seals.Difference, "is_known", lambda self: False)
+
+
+@pytest.mark.usefixtures("answers")
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("operand", ["w", "x", "b"])
 def test_a_read_after_any_other_change_is_refused(name: str, operand: str) -> None:
@@ -2486,6 +2494,43 @@ def test_a_read_after_any_other_change_is_refused(name: str, operand: str) -> No
         name_of = {"w": "the weight", "x": "the hidden states", "b": "the bias"}[operand]
         with pytest.raises(RuntimeError, match=rf"{name_of} .*{how}.*fxfuse\.defer_logits"):
             read(z, s)
+
+
+@pytest.mark.usefixtures("answers")
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_refused_read_leaves_nothing_behind(grad: bool) -> None:
+    """What it computed of other weights, which were there for a while."""
+
+    def values(s: World) -> list[Tensor]:
+        lse = z.logsumexp(-1)
+        return [lse, z.gather(-1, s.y[..., None]) - lse[..., None], ce(z, s.y), z[:, -1].sin(), z.cos()]
+
+    with torch.set_grad_enabled(grad):
+        s = DeferredWorld.make()
+        z, before = s.zb, s.w.detach().clone()
+        s.w.data.copy_(before * 3)
+        for read in (lambda: z.logsumexp(-1), lambda: ce(z, s.y), lambda: z[:, -1].sin(), lambda: z.cos()):
+            with pytest.raises(errors.StaleLogitsError, match="behind autograd's back"):
+                read()
+        s.w.data.copy_(before)
+        made = values(s)
+        z = (s := World.make()).zb
+        expected = values(s)
+    torch.testing.assert_close(made, expected)
+
+
+@pytest.mark.usefixtures("answers")
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_after_a_change_behind_autograds_back(fused: bool) -> None:
+    """Copies the weight as it is then, which is not what the logits are of."""
+    s = DeferredWorld.make()
+    z = s.zb.detach()
+    s.w.grad = torch.ones_like(s.w)
+    s.w.data[3].mul_(2)
+    torch.optim.SGD([s.w], lr=0.1, fused=fused).step()
+    for read in (lambda: z.sin(), lambda: z.logsumexp(-1)):
+        with pytest.raises(errors.StaleLogitsError, match="behind autograd's back"):
+            read()
 
 
 def _frozen_for_the_loss(s: World) -> Any:
@@ -2962,7 +3007,7 @@ def test_a_weight_that_was_freed_at_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     s = DeferredWorld.make()
     z = s.zb.detach()
     with monkeypatch.context() as patched:  # whether it would lie where it did is the allocator's choice
-        patched.setattr("fxfuse.operands._is_gone", lambda tensor: tensor.shape == s.w.shape)
+        patched.setattr("fxfuse.operands.is_gone", lambda tensor: tensor.shape == s.w.shape)
         torch.optim.SGD([torch.zeros(2, requires_grad=True)]).step()
     with pytest.raises(errors.StaleLogitsError, match="its memory was freed"):
         z.sin()
@@ -3573,6 +3618,47 @@ def test_reads_on_another_stream(first: Any, then: Any) -> None:
             torch.testing.assert_close(then(z) * 1.0, expected, rtol=1e-4, atol=1e-4)
             torch.cuda.synchronize()
             del read, z
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a stream that is behind needs CUDA")
+@pytest.mark.parametrize("name", [name for name in CHANGES if name != "numpy"])
+@pytest.mark.parametrize("operand", ["w", "b"])
+def test_a_read_after_a_change_that_the_device_has_not_made_yet(name: str, operand: str) -> None:
+    change, how = CHANGES[name]
+    if name == "state_dict" and operand != "w":
+        pytest.skip("a module has weights")
+    for read in (lambda z: z.sum(), lambda z: z.logsumexp(-1), lambda z: z[:, -1].argmax(-1)):
+        world = DeferredWorld.make(torch.float32, "cuda")
+        z = world.zb
+        torch.cuda._sleep(50_000_000)
+        change(getattr(world, operand))
+        with pytest.raises(errors.StaleLogitsError, match=how):
+            read(z)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a stream to wait for needs CUDA")
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_with_the_loss_outside_of_the_model_waits_for_no_stream(fused: bool) -> None:
+    """The host waits for the samples alone, after it has launched what the loss takes."""
+    torch._dynamo.reset()
+    ours, eager = Model().cuda(), Model().cuda()
+    steps = []
+    for model in (compiled(ours), eager):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, fused=fused)
+        for i in range(3):
+            ids = torch.randint(60, (3, 7), generator=torch.Generator().manual_seed(i)).cuda()
+            torch.cuda.set_sync_debug_mode("error" if i else "default")  # the first compiles
+            try:
+                z = model(ids)
+                loss = ce_of(z[:, :-1], ids[:, 1:])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert (type(z) is DeferredLogits) == (model is not eager)
+        steps.append((loss.detach(), *(p.detach() for p in model.parameters())))
+    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
@@ -4240,7 +4326,7 @@ def test_shapes_are_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_and_every_column_is_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     places = torch.arange(extent).as_strided(shape, strides)
-    size, stride = operands._where_sampled(shape, strides)
+    size, stride = seals._where_sampled(shape, strides)
     taken = torch.arange(extent).as_strided(size, stride)  # which raises if something is past the end
     sampled = torch.isin(places, taken)
     assert taken[-1, -1] + stride[0] >= extent - 1
@@ -4251,14 +4337,14 @@ def test_every_row_and_every_column_is_sampled(shape: tuple[int, ...], strides: 
 
 
 def test_samples_of_more_than_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "_MOST_SAMPLES", 100)
-    operands._where_sampled.cache_clear()
+    monkeypatch.setattr(seals, "_MOST_SAMPLES", 100)
+    seals._where_sampled.cache_clear()
     for shape in ((1000, 16), (16, 1000), (5000,)):
-        (size, _), (stride, _) = operands._where_sampled(shape, (*shape[1:], 1))
+        (size, _), (stride, _) = seals._where_sampled(shape, (*shape[1:], 1))
         assert 80 <= size <= 100
         columns = {k * stride % shape[-1] for k in range(size)}
         assert len(columns) == min(size, shape[-1])
-    operands._where_sampled.cache_clear()
+    seals._where_sampled.cache_clear()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
