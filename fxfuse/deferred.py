@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
-from . import compat, errors, hooks
+from . import compat, errors, hooks, trees
 from .algebra import ClassTensor, Entries, OfTwoHeads, constant
 from .eager import EMIT
 from .indices import has_fitting_mask, is_mask, rows_and_class, without_masks
@@ -87,7 +86,7 @@ class DeferredLogits(LazyTensor):
             return _beside_another_subclass(func, args, kwargs)
         if compat.is_traced():  # which would write down how they are computed
             with compat.tracers_set_aside():
-                tree_map_only(DeferredLogits, lambda tensor: tensor._deferred.share(), (args, kwargs))
+                trees.map_only(DeferredLogits, lambda tensor: tensor._deferred.share(), (args, kwargs))
         if func in _DATA:
             with compat.modes_set_aside():  # in eager, too, it is what it was outside
                 args = tuple(_DATA[func](arg) if isinstance(arg, DeferredLogits) else arg for arg in args)
@@ -98,12 +97,12 @@ class DeferredLogits(LazyTensor):
             if any(isinstance(tensor, DeferredLogits) for tensor in list_of(*args, **kwargs)):
                 return write_one_by_one(func, *args, **kwargs)
             # Of ordinary tensors that are written to PyTorch loses the version, where another list has a subclass.
-            args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
+            args, kwargs = trees.map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
             return func(*args, **kwargs)
         elif func in _NUMBERS and compat.dispatch_is_past_python():
             args = tuple(map(_looked_at, args))
         elif func is _NEW_TENSOR:
-            args, kwargs = tree_map_only(DeferredLogits, _looked_at, (args, kwargs))
+            args, kwargs = trees.map_only(DeferredLogits, _looked_at, (args, kwargs))
         elif func in _REFUSED:
             raise errors.deferred_cannot(_REFUSED[func], head_of(args))
         elif func is _ITER and args[0].dim():
@@ -199,7 +198,7 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
     wanted = args[:1]
     if func in (_GRAD, _BACKWARD):
         wanted = kwargs.get("inputs", args[1] if func is _GRAD and len(args) > 1 else ())
-    for tensor in tree_iter(wanted):
+    for tensor in trees.leaves(wanted):
         # Nothing but what reads a leaf itself has a gradient for it.
         if isinstance(tensor, DeferredLogits) and tensor._deferred.described is not None and not is_leaf(tensor):
             for origin in tensor._deferred.origins:
@@ -211,13 +210,13 @@ def _gradient_is_wanted(func: Any, args: Any, kwargs: Any) -> None:
 def _beside_another_subclass(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` of deferred logits and tensors of a subclass that fxfuse does not know, whose turn is next."""
     if not _writes_to_logits(func, args, kwargs):
-        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
+        args, kwargs = trees.map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
         return func(*args, **kwargs)
     # A write to an ordinary tensor in their place would not be seen by autograd.
-    others = {type(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)} - _KNOWN
+    others = {type(t) for t in trees.leaves((args, kwargs)) if isinstance(t, Tensor)} - _KNOWN
     if not others or not all(map(_is_another_name_for_tensor, others)):
         return NotImplemented
-    args, kwargs = tree_map_only(tuple(others), lambda tensor: tensor.as_subclass(Tensor), (args, kwargs))
+    args, kwargs = trees.map_only(tuple(others), lambda tensor: tensor.as_subclass(Tensor), (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -225,7 +224,7 @@ def _writes_to_logits(func: Any, args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name == "__set__" or is_inplace_name(name)
     written = (args[:1] if in_place else (), kwargs.get("out"))
-    return any(isinstance(t, DeferredLogits) for t in tree_iter(written))
+    return any(isinstance(t, DeferredLogits) for t in trees.leaves(written))
 
 
 def _is_another_name_for_tensor(kind: type[Tensor]) -> bool:
@@ -293,7 +292,7 @@ _ATTRIBUTES = {getattr(Tensor, name).__get__: name for name in ("T", "mT")}
 
 def _apply(entry: Rule, name: str, rule_args: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """What the rule makes of the call, or NotImplemented where values are needed."""
-    deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, DeferredLogits)]
+    deferred = [t for t in trees.leaves((args, kwargs)) if isinstance(t, DeferredLogits)]
     # Whatever is derived of them is so before another thread writes to them, or after.
     with locked(origin for t in deferred for origin in t._deferred.origins):
         return _apply_locked(entry, name, rule_args, func, args, kwargs, deferred)
@@ -331,7 +330,7 @@ def _apply_locked(
             autocast=compat.is_autocast_enabled(deferred[0].device.type),
         )
         with compat.no_torch_function():
-            result = entry(call, *tree_map_only(DeferredLogits, _description, (rule_args, kwargs)))
+            result = entry(call, *trees.map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
             if entry.derives and isinstance(result, Reader) and _is_view_of(out, deferred[0]):
                 out._deferred.calls = calls
@@ -410,7 +409,7 @@ def describe(tensor: DeferredLogits, described: Described) -> None:
     with compat.no_torch_function():
         tensor._known_to_autograd = _to_autograd(tensor)
         if state.thunk is not None:
-            state.thunk = tree_map_only(Tensor, lambda t: _frozen(t.detach()), state.thunk)
+            state.thunk = trees.map_only(Tensor, lambda t: _frozen(t.detach()), state.thunk)
     state.described = described
 
 

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
-from . import compat
+from . import compat, trees
 from .algebra import ClassTensor, Head
 from .eager import dense
 from .living import Living
@@ -237,7 +236,7 @@ class State:
         return self._parents() if self.is_view else iter(())
 
     def _parents(self) -> Iterator[State]:
-        return (part for part in tree_iter(self.thunk) if isinstance(part, State))
+        return (part for part in trees.leaves(self.thunk) if isinstance(part, State))
 
     # What a program writes to hundreds of times is made of as many others: walks over these are loops.
 
@@ -279,7 +278,7 @@ class State:
         values = owner.values
         for view in reversed(views):
             assert view.thunk
-            function, args, kwargs = tree_map_only(State, functools.partial(_instead, values), view.thunk)
+            function, args, kwargs = trees.map_only(State, functools.partial(_instead, values), view.thunk)
             values = function(*args, **kwargs)
         return values
 
@@ -296,7 +295,7 @@ class State:
     def _build(self) -> Tensor:
         if self._is_replayed():
             assert self.thunk
-            function, args, kwargs = tree_map_only(State, State.read, self.thunk)
+            function, args, kwargs = trees.map_only(State, State.read, self.thunk)
             # What autocast converts it has converted already, where eager did.
             with torch.autocast(self.origin.operands.head.input.device.type, enabled=False):
                 return function(*args, **kwargs)

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_leaves, tree_map, tree_map_only
 
-from . import compat, errors
+from . import compat, errors, trees
 from .lazy import State
 from .origin import Origin
 from .places import have_one_memory
@@ -111,13 +110,13 @@ class LazyTensor(Tensor):
         if torch.Tag.inplace_view in func.tags:
             raise errors.deferred_cannot(func._schema.name.partition("::")[2], head_of(args))
         written, aliased = _touches(func, args, kwargs)
-        if aliased and written is None and any(map(_begins_within, tree_iter((args, kwargs)))):
+        if aliased and written is None and any(map(_begins_within, trees.leaves((args, kwargs)))):
             with contextlib.suppress(NotDeferred):
                 return _defer(func, args, kwargs, False)
         if aliased and written is not None and _resizes(func, args, kwargs):
             raise errors.deferred_cannot("out= of a result of another shape", head_of((args, kwargs)))
         values = _shared if aliased else _read
-        plain_args, plain_kwargs = tree_map_only(LazyTensor, values, (args, kwargs))
+        plain_args, plain_kwargs = trees.map_only(LazyTensor, values, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         return written if isinstance(written, LazyTensor) and isinstance(out, Tensor) else out
 
@@ -193,7 +192,7 @@ def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
         if argument.alias_info is None and not unsaid:
             continue
         given = args[i] if i < len(args) else kwargs.get(argument.name)
-        for one in tree_iter(given):
+        for one in trees.leaves(given):
             if isinstance(one, Tensor):
                 aliased |= isinstance(one, LazyTensor)
                 if unsaid or argument.alias_info.is_write:
@@ -206,12 +205,12 @@ def _resizes(func: Any, args: Any, kwargs: Any) -> bool:
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     if not names:
         return False
-    new_args, new_kwargs = tree_map_only(Tensor, lambda tensor: _look(tensor).tensor(), (args, kwargs))
+    new_args, new_kwargs = trees.map_only(Tensor, lambda tensor: _look(tensor).tensor(), (args, kwargs))
     try:
         func(*new_args, **new_kwargs)
     except Exception:
         return False  # a wrong call, as eager shall say; or what an operator of the program's own says of shapes
-    given, made = (tree_leaves([some[name] for name in names]) for some in (kwargs, new_kwargs))
+    given, made = (trees.leaves([some[name] for name in names]) for some in (kwargs, new_kwargs))
     return [out.shape for out in given] != [out.shape for out in made]
 
 
@@ -233,7 +232,7 @@ class NotDeferred(Exception):
 
 def _defer(func: Any, args: Any, kwargs: Any, shapes: bool) -> Any:
     """What ``func`` returns, computed when it is read; ``shapes`` as in the mode."""
-    deferred = [t for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
+    deferred = [t for t in trees.leaves((args, kwargs)) if isinstance(t, LazyTensor)]
     first, origins = deferred[0], origins_of(deferred)
     written, _ = _touches(func, args, kwargs)
     if shapes and isinstance(written, LazyTensor) and written._deferred.described is None:
@@ -251,7 +250,7 @@ def _defer(func: Any, args: Any, kwargs: Any, shapes: bool) -> Any:
         raise NotDeferred  # a view at times only
     if not is_view and any(tensor._deferred.memory.one for tensor in deferred):
         raise NotDeferred  # what it is made of may be written to
-    thunk = tree_map(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
+    thunk = trees.mapped(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
 
     # A view is what it is a view of, whatever the mode; but eager lets the program write to what was detached.
     inference = torch.is_inference_mode_enabled()
@@ -269,7 +268,7 @@ def _defer(func: Any, args: Any, kwargs: Any, shapes: bool) -> Any:
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+    return func(*trees.mapped(_meta, args), **trees.mapped(_meta, kwargs))
 
 
 def _remembered_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -281,7 +280,7 @@ def _remembered_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         looks = _results(func, torch.get_default_dtype(), _look(args), _look(tuple(kwargs.items())))
     except TypeError:  # what cannot be hashed, or a wrong call
         return _on_meta(func, args, kwargs)
-    return tree_map_only(_Look, _Look.tensor, looks)
+    return trees.map_only(_Look, _Look.tensor, looks)
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,7 @@ def _argument(look: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _results(func: Any, default_dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(Tensor, _look, func(*_argument(args), **dict(_argument(kwargs))))
+    return trees.map_only(Tensor, _look, func(*_argument(args), **dict(_argument(kwargs))))
 
 
 def _part_of(i: int, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -433,4 +432,4 @@ def is_leaf(tensor: Tensor) -> bool:
 
 def head_of(args: Any) -> str:
     """``file.py:line`` of the projection whose logits are among ``args``."""
-    return next(t._deferred.origin.head for t in tree_iter(args) if isinstance(t, LazyTensor))
+    return next(t._deferred.origin.head for t in trees.leaves(args) if isinstance(t, LazyTensor))

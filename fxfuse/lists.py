@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from . import trees
 from .lazy_tensor import is_leaf
 
 
@@ -49,7 +49,7 @@ def write_one_by_one(func: Any, /, self: Any, *args: Any, **kwargs: Any) -> Any:
         mine = [given[i : i + 1] if is_several(given) else given for given in args]
         named = {name: given[i : i + 1] if is_several(given) else given for name, given in kwargs.items()}
         # Of copies, which gradients may need: what is written to may be among the others too.
-        mine, named = tree_map_only(Tensor, torch.clone, (mine, named))
+        mine, named = trees.map_only(Tensor, torch.clone, (mine, named))
         (result,) = out_of_place([tensor.clone()], *mine, **named)
         tensor.copy_(result)
     return self

@@ -39,13 +39,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxfuse
 from fxfuse import deferred as deferred_module
-from fxfuse import errors, lazy, lazy_tensor, operands, passes, places, reading, seals
+from fxfuse import errors, lazy, lazy_tensor, operands, passes, places, reading, seals, trees
 from fxfuse.deferred import DeferredLogits
 from fxfuse.origin import MOST_USED
 from fxfuse.report.records import journal
@@ -2028,10 +2028,11 @@ def test_writes_while_another_thread_derives_something(monkeypatch: pytest.Monke
 
     def thunk_of(function: Any, tree: Any) -> Any:  # which ``_defer`` makes of an operator and its arguments
         is_thunk = isinstance(tree, tuple) and len(tree) == 3 and callable(tree[0])
-        return (slow_map if is_thunk else tree_map)(function, tree)
+        return (slow_map if is_thunk else mapped)(function, tree)
 
-    slow_map = slowed(tree_map, asked)
-    monkeypatch.setattr(lazy_tensor, "tree_map", thunk_of)
+    mapped = trees.mapped
+    slow_map = slowed(mapped, asked)
+    monkeypatch.setattr(trees, "mapped", thunk_of)
     monkeypatch.setattr(deferred_module, "describe", slowed(deferred_module.describe, made))
     with ThreadPoolExecutor(1) as pool:
         difference = pool.submit(lambda: logs[0] - logs[1])
