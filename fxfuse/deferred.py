@@ -155,7 +155,7 @@ def _method(name: str) -> Any:
 
 _DEEPCOPY, _ITER, _REGISTER_HOOK = _method("__deepcopy__"), _method("__iter__"), _method("register_hook")
 _NUMBERS = {_method(f"__{name}__") for name in ("float", "int", "bool", "complex", "index")}
-_NEW_TENSOR = _method("new_tensor")
+_NEW_TENSOR, _CLONE = _method("new_tensor"), _method("clone")
 _GETITEM, _SETITEM = _method("__getitem__"), _method("__setitem__")
 _GRAD, _BACKWARD = original_or_itself(torch.autograd.grad), original_or_itself(torch.autograd.backward)
 
@@ -451,7 +451,7 @@ def _become(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _before_the_write(logits: DeferredLogits) -> DeferredLogits:
     """The same, for the gradient of a write that needs what was written to; writes to ``logits`` do not change it."""
-    copy: DeferredLogits = run_deferred(logits.clone, (), {})
+    copy: DeferredLogits = run_deferred(_CLONE, (logits,), {})
     copy._deferred = logits._deferred
     with compat.no_torch_function():
         copy._known_to_autograd = _to_autograd(copy)

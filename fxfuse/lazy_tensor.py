@@ -22,6 +22,7 @@ from torch import Tensor
 from . import compat, errors, trees
 from .lazy import State
 from .origin import Origin
+from .originals import original_or_itself
 from .places import have_one_memory
 from .report.source import is_inside, is_of_mode
 
@@ -147,6 +148,7 @@ class LazyTensor(Tensor):
 
 
 _aten = torch.ops.aten
+_COPY = original_or_itself(Tensor.copy_)
 # To autograd what these return is no view; it lies in the same memory all the same.
 _AS_VIEW = {
     _aten.unsafe_split.Tensor: _aten.split.Tensor,
@@ -341,7 +343,7 @@ def _meta(value: Any) -> Any:
 
 def become(tensor: LazyTensor, other: LazyTensor) -> None:
     """Let one be what the other is, to autograd a copy from it; nothing is written."""
-    run_deferred(tensor.copy_, (other,), {}, becoming=True)
+    run_deferred(_COPY, (tensor, other), {}, becoming=True)
 
 
 def shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -25,6 +25,7 @@ from .algebra import Head
 from .living import Living
 from .seals import BEHIND, IN_PLACE, Difference, Seal, is_gone
 
+_FEW_BYTES = 1 << 15  # that take a CPU less time to copy than to take a sample of
 _living: Living[Operands] = Living()
 
 
@@ -98,13 +99,12 @@ class Operands:
         operands = _operands_of(head)
         operands["input"] = input
         # Logits would keep all of the memory that hidden states of a few tokens are a part of.
-        copied = exposed or input.untyped_storage().nbytes() > 2 * input.nbytes
+        is_part = input.untyped_storage().nbytes() > 2 * input.nbytes
+        copied = exposed or is_part or (input.is_cpu and input.nbytes <= _FEW_BYTES)
         # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
         self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
         self._copies = self._exposed.copy()
-        # The memory of hidden states that nobody else has is written to by nothing but the next replay of a CUDA graph.
-        writable = not input.is_cpu
-        self._seals = {n: Seal(t, self._exposed.get(n), writable or n != "input") for n, t in operands.items()}
+        self._seals = {name: Seal(t, self._exposed.get(name)) for name, t in operands.items()}
         operands.update(self._exposed)
         self._originals = operands
         without_gradient = {n: t if n == "input" else t.detach() for n, t in operands.items() if not t.requires_grad}
@@ -182,7 +182,8 @@ class Operands:
     def are_copied(self) -> bool:
         """Whether an operand was changed and there is a copy of it, through which no gradient flows."""
         originals = self._as_others_have_them()
-        return any(self._seals[name].is_broken(originals[name], copy) for name, copy in self._copies.items())
+        copies = ((name, copy) for name, copy in self._copies.items() if copy is not originals[name])
+        return any(self._seals[name].is_broken(originals[name], copy) for name, copy in copies)
 
     def trained_by(self, trained: Trained) -> None:
         """These are the operands for gradients too, as long as something keeps ``trained``."""

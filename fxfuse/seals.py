@@ -25,17 +25,16 @@ class Seal:
 
     Writes through ``.data`` or by another library leave the version as it is. The sample has elements of every row and
     every column of a matrix whose rows have no gaps inside (of up to 2^19, else from so many places): it shows what
-    changes rows or columns as a whole. Where there is a copy, that takes the place of the sample; what others cannot
-    write to needs none.
+    changes rows or columns as a whole. Where there is a copy, that takes the place of the sample.
     """
 
-    def __init__(self, tensor: Tensor, copy: Tensor | None = None, writable: bool = True) -> None:
+    def __init__(self, tensor: Tensor, copy: Tensor | None = None) -> None:
         self.version = compat.version(tensor)
         self.address = tensor.data_ptr()
         self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
         self.was_gone = False  # at a step: whatever lies there since may be other values
         self.sample_of = _sample if copy is None else Tensor.detach
-        self.sample = copy if copy is not None or not writable else _sample(tensor)
+        self.sample = _sample(tensor) if copy is None else copy
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies where it did: its ``.data`` may have been replaced."""
@@ -62,12 +61,11 @@ class Seal:
 
     def difference(self, tensor: Tensor, copy: Tensor | None = None) -> Difference:
         """Whether the sample differs from that of ``tensor``, which is not ``broken``; all of it from a ``copy``."""
-        then = self.sample if copy is None else copy
-        if then is None or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return Difference()  # nothing may wait for what is captured
         with compat.modes_set_aside():
-            now = (self.sample_of(tensor) if copy is None else tensor.detach()).resolve_neg()
-            return Difference(_bits(now), _bits(then))
+            now, then = (self.sample_of(tensor), self.sample) if copy is None else (tensor.detach(), copy)
+            return Difference(_bits(now.resolve_neg()), _bits(then))
 
     def is_broken(self, tensor: Tensor, copy: Tensor) -> bool:
         """Whether ``tensor`` is no longer what its ``copy`` is."""

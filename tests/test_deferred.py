@@ -2475,12 +2475,11 @@ def answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("answers")
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("operand", ["w", "x", "b"])
-def test_a_read_after_any_other_change_is_refused(name: str, operand: str) -> None:
+def test_a_read_after_any_other_change_is_refused(name: str, operand: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, how = CHANGES[name]
     if name == "state_dict" and operand != "w":
         pytest.skip("a module has weights")
-    if how == "behind autograd's back" and operand == "x":
-        pytest.skip("nobody has those of a graph, but for those that are copied: the test below")
+    monkeypatch.setattr(operands, "_FEW_BYTES", 0)  # so that the hidden states are not copied
     for read in (
         lambda z, s: z.sum(),
         lambda z, s: z.detach()[0, -1].sin(),
@@ -2633,19 +2632,51 @@ def _with_a_row_of_them(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return h[0], F.linear(h, w)
 
 
-@pytest.mark.parametrize("who", ["given", "returned in part", "hooked"])
+def _of_tanh(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.tanh(), w)
+
+
+_WORKSPACE = torch.empty(BATCH, TIME, HIDDEN, dtype=torch.float64)
+
+
+@torch.library.custom_op("fxfuse_tests::tanh_in_a_workspace", mutates_args=())
+def _tanh_in_a_workspace(x: Tensor) -> Tensor:
+    _WORKSPACE.data.copy_(x.tanh())
+    return _WORKSPACE.data
+
+
+_tanh_in_a_workspace.register_fake(torch.empty_like)
+
+
+def _of_a_workspace(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(torch.ops.fxfuse_tests.tanh_in_a_workspace(x), w)
+
+
+def _with_saved(c: Any, s: World) -> tuple[Tensor, Tensor]:
+    """Hooks see what is saved, the hidden states among it."""
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        z = c(_of_tanh)(s.x * 1.0, s.w)
+    return next(t for t in seen if t.shape == s.x.shape and torch.equal(t, s.x.tanh())), z
+
+
+WITH_HIDDEN_STATES: dict[str, Callable[[Any, World], tuple[Tensor, Tensor]]] = {
+    "given": lambda c, s: (s.x, c(F.linear)(s.x, s.w)),
+    "returned in part": lambda c, s: c(_with_a_row_of_them)(s.x, s.w),
+    "hooked": lambda c, s: c(_Hooked(s.w))(s.x),
+    "saved": _with_saved,
+    "of an operator's workspace": lambda c, s: (_WORKSPACE, c(_of_a_workspace)(s.x.detach(), s.w.detach())),
+}
+
+
+@pytest.mark.parametrize("who", WITH_HIDDEN_STATES)
 @pytest.mark.parametrize("change", ["data_element_written", "data_written", "data_row_written", "numpy"])
 def test_hidden_states_that_others_have_are_those_of_the_call(who: str, change: str) -> None:
     """Written to behind autograd's back: they are copied, for a sample would not show it of one element."""
 
     def run(c: Any) -> list[Any]:
         s = World.make()
-        if who == "given":
-            h, z = s.x, c(F.linear)(s.x, s.w)
-        elif who == "returned in part":
-            h, z = c(_with_a_row_of_them)(s.x, s.w)
-        else:
-            h, z = c(_Hooked(s.w))(s.x)
+        h, z = WITH_HIDDEN_STATES[who](c, s)
         if change == "data_element_written":
             h.data.view(-1)[1] = 7.0
         else:
@@ -2656,6 +2687,19 @@ def test_hidden_states_that_others_have_are_those_of_the_call(who: str, change: 
 
     torch._dynamo.reset()
     torch.testing.assert_close(run(compiled), run(lambda f: f))
+
+
+@pytest.mark.usefixtures("answers")
+@pytest.mark.parametrize("who", ["saved", "of an operator's workspace"])
+def test_hidden_states_of_which_others_are_not_known_are_sampled(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are not few enough to be copied."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(operands, "_FEW_BYTES", 0)
+    h, z = WITH_HIDDEN_STATES[who](compiled, s := World.make())
+    h.data[0].mul_(2)
+    for read in (lambda: ce(z, s.y), lambda: z.sin()):
+        with pytest.raises(errors.StaleLogitsError, match="hidden states"):
+            read()
 
 
 def _normaliser_detached(z: Tensor, lse: Tensor) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import dense_reads, value_and_grads
+from helpers import compiled, dense_reads, value_and_grads
 from programs import VOCAB, DeferredWorld, World
 from scripts import python, write
 from torch import Tensor
@@ -111,6 +111,24 @@ def test_reshape_in_the_place_of_view(device: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(world.z.view(-1, VOCAB).sin(), plain.z.view(-1, VOCAB).sin())
     loss, expected = (F.cross_entropy(s.z.view(-1, VOCAB), s.y.view(-1)) for s in (world, plain))
     torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("name", ["clone", "copy_", "detach", "view_as"])
+def test_writes_to_logits_where_a_program_wraps_what_fxfuse_calls_for_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    own = getattr(Tensor, name)
+    monkeypatch.setattr(Tensor, name, lambda self, *args, **kwargs: own(self, *args, **kwargs))
+    results = []
+    for project in (compiled(F.linear), F.linear):
+        torch.manual_seed(0)
+        z = project(torch.randn(5, 8), torch.randn(40, 8, requires_grad=True))
+        z.add_(1)
+        z[:, 3:].mul_(2)
+        z.div_(3)
+        results.append((z.logsumexp(-1), z.detach() * 1.0))
+    torch.testing.assert_close(*results)
 
 
 def test_objects_that_were_frozen(device: str) -> None:
