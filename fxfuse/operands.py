@@ -104,7 +104,7 @@ class Operands:
         # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
         self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
         self._copies = self._exposed.copy()
-        self._seals = {name: Seal(t, self._exposed.get(name)) for name, t in operands.items()}
+        self._seals = {name: Seal(t, name in self._exposed) for name, t in operands.items()}
         operands.update(self._exposed)
         self._originals = operands
         without_gradient = {n: t if n == "input" else t.detach() for n, t in operands.items() if not t.requires_grad}

@@ -25,16 +25,15 @@ class Seal:
 
     Writes through ``.data`` or by another library leave the version as it is. The sample has elements of every row and
     every column of a matrix whose rows have no gaps inside (of up to 2^19, else from so many places): it shows what
-    changes rows or columns as a whole. Where there is a copy, that takes the place of the sample.
+    changes rows or columns as a whole. What is copied as a whole needs none.
     """
 
-    def __init__(self, tensor: Tensor, copy: Tensor | None = None) -> None:
+    def __init__(self, tensor: Tensor, copied: bool) -> None:
         self.version = compat.version(tensor)
         self.address = tensor.data_ptr()
         self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
         self.was_gone = False  # at a step: whatever lies there since may be other values
-        self.sample_of = _sample if copy is None else Tensor.detach
-        self.sample = _sample(tensor) if copy is None else copy
+        self.sample = None if copied else _sample(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies where it did: its ``.data`` may have been replaced."""
@@ -64,7 +63,8 @@ class Seal:
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return Difference()  # nothing may wait for what is captured
         with compat.modes_set_aside():
-            now, then = (self.sample_of(tensor), self.sample) if copy is None else (tensor.detach(), copy)
+            now, then = (_sample(tensor), self.sample) if copy is None else (tensor.detach(), copy)
+            assert then is not None
             return Difference(_bits(now.resolve_neg()), _bits(then))
 
     def is_broken(self, tensor: Tensor, copy: Tensor) -> bool:

@@ -113,21 +113,23 @@ def test_reshape_in_the_place_of_view(device: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("name", ["clone", "copy_", "detach", "view_as"])
+@pytest.mark.parametrize("name", ["clone", "copy_"])
 def test_writes_to_logits_where_a_program_wraps_what_fxfuse_calls_for_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They wait all the same."""
     torch._dynamo.reset()
     own = getattr(Tensor, name)
     monkeypatch.setattr(Tensor, name, lambda self, *args, **kwargs: own(self, *args, **kwargs))
     results = []
-    for project in (compiled(F.linear), F.linear):
-        torch.manual_seed(0)
-        z = project(torch.randn(5, 8), torch.randn(40, 8, requires_grad=True))
-        z.add_(1)
-        z[:, 3:].mul_(2)
-        z.div_(3)
-        results.append((z.logsumexp(-1), z.detach() * 1.0))
+    with dense_reads() as reads:
+        for project in (compiled(F.linear), F.linear):
+            torch.manual_seed(0)
+            z = project(torch.randn(5, 8), torch.randn(40, 8, requires_grad=True))
+            z.add_(1)
+            z.div_(3)
+            results.append(z.logsumexp(-1))
+    assert reads.deferrals and not reads
     torch.testing.assert_close(*results)
 
 
