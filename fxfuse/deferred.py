@@ -107,7 +107,7 @@ class DeferredLogits(LazyTensor):
             raise errors.deferred_cannot(_REFUSED[func], head_of(args))
         elif func is _ITER and args[0].dim():
             return iter(args[0].unbind(0))
-        elif func is _GETITEM and isinstance(args[0], DeferredLogits) and has_fitting_mask(args[0].shape, args[1]):
+        elif func is _GETITEM and isinstance(args[0], DeferredLogits) and has_fitting_mask(_shape(args[0]), args[1]):
             return args[0][without_masks(args[1])]
         elif func is _GETITEM and isinstance(args[0], DeferredLogits) and (apart := _rows_apart(*args)) is not None:
             rows, of_class = apart
@@ -275,7 +275,7 @@ def _rows_apart(logits: DeferredLogits, index: Any) -> tuple[Any, Any] | None:
     described = _description(logits) if _is_described(logits) else None
     if not isinstance(described, ClassTensor) or not described.classes_last:
         return None
-    return rows_and_class(logits.dim(), described.vocab, index)
+    return rows_and_class(len(_shape(logits)), described.vocab, index)
 
 
 def _look_up(func: Any, args: Any) -> tuple[Rule, str, Any] | None:
@@ -320,16 +320,16 @@ def _apply_locked(
                 return NotImplemented
         else:
             out = shape_of(func, args, kwargs)
-        call = Call(
-            name,
-            out,
-            EMIT.example,
-            reader_of=deferred[0]._deferred.origin.reader_of,
-            entries_of=_entries,
-            grad=torch.is_grad_enabled(),
-            autocast=compat.is_autocast_enabled(deferred[0].device.type),
-        )
         with compat.no_torch_function():
+            call = Call(
+                name,
+                out,
+                EMIT.example,
+                reader_of=deferred[0]._deferred.origin.reader_of,
+                entries_of=_entries,
+                grad=torch.is_grad_enabled(),
+                autocast=compat.is_autocast_enabled(deferred[0].device.type),
+            )
             result = entry(call, *trees.map_only(DeferredLogits, _description, (rule_args, kwargs)))
             readers = result if isinstance(result, tuple) else (result,)
             if entry.derives and isinstance(result, Reader) and _is_view_of(out, deferred[0]):
@@ -396,6 +396,10 @@ def _claims_what_it_is(tensor: DeferredLogits) -> bool:
     with compat.no_torch_function():
         claims = tensor.requires_grad and torch.is_grad_enabled()
     return not claims or any(part.requires_grad for part in parts_of(_description(tensor)))
+
+
+def _shape(tensor: DeferredLogits) -> torch.Size:
+    return tensor._deferred.meta.shape  # which no function is looked up for
 
 
 def _description(tensor: DeferredLogits) -> Described:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,46 +74,45 @@ class State:
     Attributes:
         meta: a tensor without data of the same shape, strides and dtype.
         thunk: the operator and its arguments that make it of others (states in their place); None for an output.
+        parents: those others.
         is_view: whether that operator returns a view.
         described: what it is, where rules can tell; several that are stacked along a first axis.
         values: all of it, once they were needed.
         calls: the functions that it went through since the graph returned it, for the report.
         others: origins that it comes from as well, where it is made of several outputs.
+        origins: all that it comes from.
     """
 
     origin: Origin
     meta: Tensor
     thunk: tuple[Any, ...] | None = None
+    parents: tuple[State, ...] = ()
     is_view: bool = False
     described: Described | None = None
     values: Tensor | None = None
     calls: tuple[Applied, ...] = ()
     others: tuple[Origin, ...] = ()
+    origins: tuple[Origin, ...] = field(init=False)
     memory: Memory = field(init=False)
 
     def __post_init__(self) -> None:
+        self.origins = (self.origin, *self.others)
         if self.thunk is None:  # nobody else knows the output yet
             self.memory = Memory()
             self.memory.views.track(self)
             return
-        parents = tuple(self._parents())
-        self.memory = parents[0].memory if self.is_view else Memory()
+        self.memory = self.parents[0].memory if self.is_view else Memory()
         with locked(self.origins):
             if self.others:
                 join(self)
             self.memory.views.track(self)
             for origin in self.origins:
                 origin.derived[id(self)] = self
-            for part in () if self.is_view else parents:
+            for part in () if self.is_view else self.parents:
                 part.memory.made_of_it.add(self)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the tensor has values, and needs no more: ``async_save`` copies tensors, then their attributes."""
-
-    @property
-    def origins(self) -> tuple[Origin, ...]:
-        """All that it comes from."""
-        return (self.origin, *self.others)
 
     def read(self) -> Tensor:
         """The values, perhaps in memory of their own."""
@@ -131,7 +130,7 @@ class State:
             if self.thunk is None:
                 self.origin.is_read = True
             elif not self.is_view:
-                self.thunk = ()  # what it was made of may go
+                self.thunk = self.parents = ()  # what it was made of may go
             for origin in self.origins:
                 origin.let_operands_go()
         assert self.values is not None
@@ -174,7 +173,7 @@ class State:
     def _owner(self) -> State:
         state = self
         while state.is_view:
-            (state,) = state._parents()  # a view is one of one tensor
+            (state,) = state.parents  # a view is one of one tensor
         return state
 
     def _given(self) -> list[Given]:
@@ -231,12 +230,9 @@ class State:
     def _has_runs_of_classes(self) -> bool:
         return isinstance(self.described, ClassTensor) and along(self.meta) == self.described.class_dim
 
-    def _viewed_states(self) -> Iterator[State]:
+    def _viewed_states(self) -> tuple[State, ...]:
         """What it is a view of, whose values, once there are any, are its own."""
-        return self._parents() if self.is_view else iter(())
-
-    def _parents(self) -> Iterator[State]:
-        return (part for part in trees.leaves(self.thunk) if isinstance(part, State))
+        return self.parents if self.is_view else ()
 
     # What a program writes to hundreds of times is made of as many others: walks over these are loops.
 
@@ -247,7 +243,7 @@ class State:
             state = waiting.pop()
             if not state.thunk:
                 return False
-            for parent in state._parents():
+            for parent in state.parents:
                 if parent.memory.one:
                     return False
                 if parent not in seen and not there(parent):
@@ -261,7 +257,7 @@ class State:
         seen = {self}
         while waiting:
             state = waiting.pop()
-            for parent in state._parents() if state._is_replayed() else ():
+            for parent in state.parents if state._is_replayed() else ():
                 if parent.values is None and parent not in seen:
                     seen.add(parent)
                     waiting.append(parent)
@@ -273,7 +269,7 @@ class State:
         state, owner = self, self._owner()
         while state is not owner:
             views.append(state)
-            (state,) = state._parents()
+            (state,) = state.parents
         assert owner.values is not None
         values = owner.values
         for view in reversed(views):
@@ -284,7 +280,7 @@ class State:
 
     def _is_replayed(self) -> bool:
         """Whether it is made as eager does it, unless a part of the rows is all that is needed."""
-        whole = all(parent.meta.numel() == self.meta.numel() for parent in self._parents())
+        whole = all(parent.meta.numel() == self.meta.numel() for parent in self.parents)
         if not self._is_replayable():
             return False
         if whole or self.is_built() or self.described is None:

@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,21 +252,29 @@ def _defer(func: Any, args: Any, kwargs: Any, shapes: bool) -> Any:
         raise NotDeferred  # a view at times only
     if not is_view and any(tensor._deferred.memory.one for tensor in deferred):
         raise NotDeferred  # what it is made of may be written to
-    thunk = trees.mapped(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
-
     # A view is what it is a view of, whatever the mode; but eager lets the program write to what was detached.
     inference = torch.is_inference_mode_enabled()
     if is_view:
         inference = first.is_inference() and (inference or func is not _aten.detach.default)
 
-    def wrap(meta: Tensor, thunk: tuple[Any, ...]) -> LazyTensor:
+    def wrap(state: State) -> LazyTensor:
+        if inference == torch.is_inference_mode_enabled():
+            return type(first)(state, first.device)
         with torch.inference_mode(inference):
-            return type(first)(State(origins[0], meta, thunk, is_view, others=origins[1:]), first.device)
+            return type(first)(state, first.device)
+
+    if shapes:
+        return trees.map_only(Tensor, lambda meta: wrap(State(first._deferred.origin, meta)), out)
+    parents = tuple(tensor._deferred for tensor in deferred)
+    thunk = trees.mapped(lambda t: t._deferred if isinstance(t, LazyTensor) else t, (func, args, kwargs))
+
+    def made(meta: Tensor, thunk: tuple[Any, ...]) -> LazyTensor:
+        return wrap(State(origins[0], meta, thunk, parents, is_view, others=origins[1:]))
 
     if isinstance(out, (tuple, list)):
         parts = enumerate(out)
-        return type(out)(wrap(m, _part_of(i, *thunk)) if isinstance(m, Tensor) else m for i, m in parts)
-    return wrap(out, thunk) if isinstance(out, Tensor) else out
+        return type(out)(made(m, _part_of(i, *thunk)) if isinstance(m, Tensor) else m for i, m in parts)
+    return made(out, thunk) if isinstance(out, Tensor) else out
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -346,22 +354,22 @@ def become(tensor: LazyTensor, other: LazyTensor) -> None:
     run_deferred(_COPY, (tensor, other), {}, becoming=True)
 
 
-def shape_of(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Something of the shape and dtype of what ``func`` returns of lazy tensors, which autograd does not see.
+def shape_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """Tensors without data of the shapes and dtypes of what ``func`` returns of lazy tensors.
 
     Raises:
         NotDeferred: it depends on values, or it is a wrong call, of which eager shall say what is wrong.
     """
     try:
         with torch.no_grad():
-            out: Tensor = run_deferred(func, args, kwargs, shapes=True)
+            out = run_deferred(func, args, kwargs, shapes=True)
     except NotDeferred:
         raise
     except Exception as error:
         if is_by_others(error):
             raise
         raise NotDeferred from error
-    return out
+    return trees.map_only(LazyTensor, _meta, out)
 
 
 def run_deferred(func: Any, args: Any, kwargs: Any, becoming: bool = False, shapes: bool = False) -> Any:
@@ -379,19 +387,16 @@ def run_deferred(func: Any, args: Any, kwargs: Any, becoming: bool = False, shap
         _mode.call, _mode.becoming, _mode.shapes = before
 
 
-@contextlib.contextmanager
-def hooks_as_called_outside() -> Iterator[None]:
+def hooks_as_called_outside() -> contextlib.AbstractContextManager[None]:
     """Let hooks on what autograd saves use any function: here they are called where none is looked up for these.
 
     Those of a checkpoint do nothing to what they see, and are known by who they are.
     """
     hooks = compat.hooks_on_saved()
     if hooks is None or compat.in_checkpoint():
-        yield
-        return
+        return contextlib.nullcontext()
     pack, unpack = hooks
-    with torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack_outside, pack), unpack):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack_outside, pack), unpack)
 
 
 def _pack_outside(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:

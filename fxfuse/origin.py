@@ -297,22 +297,38 @@ class Origin:
         return self.way.projection.where if self.way else self.site.where
 
 
-@contextlib.contextmanager
-def locked(origins: Iterable[Origin]) -> Iterator[None]:
+class locked:
     """Hold the locks of the operands of these, of those that something is made of together with them, and so on.
 
     A write to one output reads what was made of it, which may be made of another one too, so that all of them are taken
     at once, in one order: of threads that write to one each, none waits for what the other has.
     """
-    origins = set(origins)
-    while True:
-        together = _together(origins)
-        with contextlib.ExitStack() as held:
-            for origin in sorted(together, key=id):
-                held.enter_context(origin.operands.lock)
-            if _together(origins) == together:  # from now on they stay what they are
-                yield
-                return
+
+    def __init__(self, origins: Iterable[Origin]) -> None:
+        self._origins = set(origins)
+        self._held: list[threading.RLock] = []
+
+    def __enter__(self) -> None:
+        try:
+            while (together := _together(self._origins)) != self._taken(together):
+                self._release()
+        except BaseException:
+            self._release()
+            raise
+
+    def _taken(self, origins: set[Origin]) -> set[Origin]:
+        """Take the locks of ``origins``; what is to be held, which from now on stays what it is if it is that."""
+        for origin in sorted(origins, key=id) if len(origins) > 1 else origins:
+            origin.operands.lock.acquire()
+            self._held.append(origin.operands.lock)
+        return _together(self._origins)
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.pop().release()
 
 
 @contextlib.contextmanager
@@ -335,6 +351,8 @@ def working(origins: Iterable[Origin]) -> Iterator[torch.cuda.Stream | None]:
 
 
 def _together(origins: set[Origin]) -> set[Origin]:
+    if len(origins) == 1 and not next(iter(origins)).joined:
+        return origins
     found, waiting = set(origins), list(origins)
     while waiting:
         states = (state for ref in waiting.pop().joined if (state := ref()) is not None)

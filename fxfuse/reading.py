@@ -117,14 +117,13 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     known, made_with = kept.get(key, (None, None))
     if made_with is not None and not made_with.is_alive():
         known = None
-    operands = operands_of(EMIT, source)
     more = reader.index is not None or reader.want_top or reader.chosen is not None
     more |= reader.want_expectation or reader.want_entropy
     if known is not None and not more and not (reader.sums_classes and source.transform):
-        stats = with_sums(EMIT, known, operands, source) if reader.sums_classes else known
+        stats = with_sums(EMIT, known, operands_of(EMIT, source), source) if reader.sums_classes else known
         results = [finished(EMIT, reader, stats, None)]
     elif shares and reader.coefficients is None and reader.chosen is None:
-        results, sums = statistics(EMIT, computed, operands, origin.memory)
+        results, sums = statistics(EMIT, computed, operands_of(EMIT, source), origin.memory)
     else:
         room = not grad or _has_room(origin, computed)
         _, results = compute(EMIT, computed, in_checkpoint=False, memory=origin.memory, room=room)

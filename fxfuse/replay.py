@@ -54,12 +54,15 @@ def key_of(value: Any) -> Any:
     return (type(value), value)
 
 
+_BRANCHES = (slice, tuple, list)
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``function`` applied to everything in a nest of tuples, lists and slices."""
     if isinstance(value, slice):
-        return slice(*(map_leaves(function, part) for part in (value.start, value.stop, value.step)))
+        return slice(*map_leaves(function, (value.start, value.stop, value.step)))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_leaves(function, item) for item in value)
+        return type(value)([map_leaves(function, v) if isinstance(v, _BRANCHES) else function(v) for v in value])
     return function(value)
 
 

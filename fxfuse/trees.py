@@ -25,7 +25,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with what ``function`` returns of each leaf."""
     kind = type(tree)
     if kind is tuple or kind is list:
-        return kind([mapped(function, branch) for branch in tree])
+        return kind([function(branch) if _is_leaf(type(branch)) else mapped(function, branch) for branch in tree])
     if kind is dict:
         return {key: mapped(function, branch) for key, branch in tree.items()}
     return function(tree) if _is_leaf(kind) else tree_map(function, tree)

@@ -11,6 +11,7 @@ All drivers look functions up here, and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,19 +117,47 @@ class Rule:
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
-            bound = self.signature.bind(*args, **kwargs)
+            given = self._by_name(args, kwargs)
         except TypeError:
             call.keep("unsupported_argument", f"{call.name} is called in a form that fxfuse does not know")
-        given = bound.arguments
         if self.tracked and not any(_holds_class_tensor(given.get(name)) for name in self.tracked):
             call.keep("unknown_reader")
         for name, value in given.items():
             if name not in self.tracked and _holds_class_tensor(value):
                 call.keep("unknown_reader", f"{call.name} (as its argument {name})")
-            default = self.signature.parameters[name].default
-            if name not in self.wanted and not name.startswith("_") and not _is(value, default):
+            if name in self.wanted or name.startswith("_"):
+                continue
+            if not _is(value, self.signature.parameters[name].default):
                 call.keep("unsupported_argument", f"{call.name} has {name}={value!r}, which fxfuse does not support")
         return self.apply(call, **{name: value for name, value in given.items() if name in self.wanted})
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments that are given.
+
+        Raises:
+            TypeError: they do not fit.
+        """
+        names = self._names(len(args), tuple(kwargs))
+        if names is None:
+            return self.signature.bind(*args, **kwargs).arguments
+        return dict(zip(names, (*args, *kwargs.values()), strict=True))
+
+    @functools.cached_property
+    def _names(self) -> Callable[[int, tuple[str, ...]], tuple[str, ...] | None]:
+        """Of which parameters so many arguments are, and those with keywords; None where one of them takes several.
+
+        To find that out takes longer than many a rule, and programs call the same ways again.
+        """
+        several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+        @functools.lru_cache(maxsize=64)
+        def names(positional: int, keywords: tuple[str, ...]) -> tuple[str, ...] | None:
+            if any(parameter.kind in several for parameter in self.signature.parameters.values()):
+                return None
+            bound = self.signature.bind(*range(positional), **dict.fromkeys(keywords)).arguments
+            return (*(name for name in bound if name not in keywords), *keywords)
+
+        return names
 
 
 def _is(value: Any, default: Any) -> bool:

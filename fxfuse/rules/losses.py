@@ -184,7 +184,7 @@ class _ClassIndexLoss:
             weight = emit(torch.Tensor.to, self.weight, self.acc)
             own = emit(torch.index_select, weight, 0, emit(torch.clamp, row, 0))
             share = self._of_wanted(emit, mask, own)  # that of an ignored row is another class's, perhaps infinite
-        offset = None
+        count = offset = None
         if self.reduction == "mean":
             count = emit(torch.sum, share)
             # 0 / 0: with every row ignored the mean is NaN, and its gradients are zero.
@@ -192,13 +192,17 @@ class _ClassIndexLoss:
             if self.zero_if_ignored:
                 divisor = emit(torch.add, count, emit(torch.sum, emit(torch.rsub, mask, 1.0)))
             offset = emit(torch.div, emit(torch.zeros_like, count), divisor)
+
+        def of_mean(c: Handle) -> Handle:
             # Ignored rows stay exactly zero, also where the count is zero.
-            mask, share = (self._of_wanted(emit, mask, emit(torch.div, c, count)) for c in (mask, share))
+            return c if count is None else self._of_wanted(emit, mask, emit(torch.div, c, count))
+
+        share, every = of_mean(share), None
         epsilon = self.label_smoothing
+        if epsilon > 0:
+            every = emit(torch.mul, share if self.weight is None else of_mean(mask), -epsilon / self.vocab)
         log_prob = emit(torch.unsqueeze, emit(torch.mul, share, (epsilon - 1.0) * self.factor), 1)
-        if epsilon == 0:
-            return Coefficients(log_prob, None, offset)
-        return Coefficients(log_prob, emit(torch.mul, mask, -epsilon / self.vocab), offset)
+        return Coefficients(log_prob, every, offset)
 
     @staticmethod
     def _of_wanted(emit: Emit, mask: Handle, c: Handle) -> Handle:
