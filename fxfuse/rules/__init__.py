@@ -137,7 +137,8 @@ class Rule:
         Raises:
             TypeError: they do not fit.
         """
-        names = self._names(len(args), tuple(kwargs))
+        known = not torch.compiler.is_dynamo_compiling()  # which cannot trace what remembers
+        names = self._names(len(args), tuple(kwargs)) if known else None
         if names is None:
             return self.signature.bind(*args, **kwargs).arguments
         return dict(zip(names, (*args, *kwargs.values()), strict=True))

@@ -178,35 +178,37 @@ class _ClassIndexLoss:
 
     def coefficients(self, emit: Emit, index: Handle) -> Coefficients:
         row = emit(torch.squeeze, index, 1)
-        mask = emit(torch.Tensor.to, emit(torch.ge, row, 0), self.acc)
-        share = mask
+        wanted = emit(torch.ge, row, 0)
+        own: Handle | None = None
+        count: Handle | None = None
+        offset: Handle | None = None
         if self.weight is not None:
             weight = emit(torch.Tensor.to, self.weight, self.acc)
             own = emit(torch.index_select, weight, 0, emit(torch.clamp, row, 0))
-            share = self._of_wanted(emit, mask, own)  # that of an ignored row is another class's, perhaps infinite
-        count = offset = None
+
+        def of_wanted(c: Handle) -> Handle:
+            # The weight of an ignored row is another class's, perhaps infinite; and there may be no row to divide by.
+            return emit(torch.where, wanted, c, 0.0)
+
+        def alike(factor: float) -> Handle:
+            """``factor`` m_i / n."""
+            if count is None:
+                return emit(torch.mul, emit(torch.Tensor.to, wanted, self.acc), factor)
+            return of_wanted(emit(torch.mul, emit(torch.reciprocal, count), factor))
+
         if self.reduction == "mean":
-            count = emit(torch.sum, share)
-            # 0 / 0: with every row ignored the mean is NaN, and its gradients are zero.
-            divisor = count
-            if self.zero_if_ignored:
-                divisor = emit(torch.add, count, emit(torch.sum, emit(torch.rsub, mask, 1.0)))
-            offset = emit(torch.div, emit(torch.zeros_like, count), divisor)
-
-        def of_mean(c: Handle) -> Handle:
-            # Ignored rows stay exactly zero, also where the count is zero.
-            return c if count is None else self._of_wanted(emit, mask, emit(torch.div, c, count))
-
-        share, every = of_mean(share), None
+            count = emit(torch.sum, wanted, dtype=self.acc) if own is None else emit(torch.sum, of_wanted(own))
+            if not self.zero_if_ignored:
+                # 0 / 0: with every row ignored the mean is NaN, and its gradients are zero.
+                offset = emit(torch.div, emit(torch.zeros_like, count), count)
         epsilon = self.label_smoothing
-        if epsilon > 0:
-            every = emit(torch.mul, share if self.weight is None else of_mean(mask), -epsilon / self.vocab)
-        log_prob = emit(torch.unsqueeze, emit(torch.mul, share, (epsilon - 1.0) * self.factor), 1)
-        return Coefficients(log_prob, every, offset)
-
-    @staticmethod
-    def _of_wanted(emit: Emit, mask: Handle, c: Handle) -> Handle:
-        return emit(torch.where, emit(torch.eq, mask, 0), 0.0, c)
+        factor = (epsilon - 1.0) * self.factor
+        if own is None:
+            log_prob = alike(factor)
+        else:
+            log_prob = of_wanted(emit(torch.mul, own if count is None else emit(torch.div, own, count), factor))
+        log_prob_sum = alike(-epsilon / self.vocab) if epsilon > 0 else None
+        return Coefficients(emit(torch.unsqueeze, log_prob, 1), log_prob_sum, offset)
 
 
 def _spelled(name: str, ignore_index: int, reduction: str, label_smoothing: float, weight: Any) -> str:
