@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import compat, errors
 from .algebra import Head
 from .living import Living
-from .seals import BEHIND, IN_PLACE, Difference, Seal, is_gone
+from .seals import BEHIND, IN_PLACE, Difference, Samples, Seal, is_gone
 
 _FEW_BYTES = 1 << 15  # that take a CPU less time to copy than to take a sample of
 _living: Living[Operands] = Living()
@@ -82,7 +82,7 @@ class Operands:
     _trained: weakref.ref[Trained] | None = None
     _logits: weakref.ref[Any] | None = None
     _user: weakref.ref[Any] | None = None
-    _looked: Sequence[tuple[str, Difference]] = ()  # since the last read began
+    _looked: Sequence[tuple[list[str], Difference]] = ()  # since the last read began
     _looked_at_copy: Mapping[str, Difference] = types.MappingProxyType({})
 
     def __init__(self, head: Head, exposed: bool, where: str, on_copy: Callable[[int], None]) -> None:
@@ -104,7 +104,9 @@ class Operands:
         # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
         self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
         self._copies = self._exposed.copy()
-        self._seals = {name: Seal(t, name in self._exposed) for name, t in operands.items()}
+        self._seals = {name: Seal(t) for name, t in operands.items()}
+        # What is copied as a whole needs none.
+        self._samples = Samples({name: t for name, t in operands.items() if name not in self._exposed})
         operands.update(self._exposed)
         self._originals = operands
         without_gradient = {n: t if n == "input" else t.detach() for n, t in operands.items() if not t.requires_grad}
@@ -128,11 +130,12 @@ class Operands:
         """
         if self.stream is not None and torch.cuda.is_current_stream_capturing() and not self._in_capture:
             raise errors.read_in_capture(self._where)
-        looked = self._looked = []
-        for name, how, difference in self._seen():
-            if how:
+        there = self._there()
+        for name, tensor in there.items():
+            if how := self._seals[name].broken(tensor):
                 raise errors.stale_logits(name, how, self._where)
-            looked.append((name, difference))
+        at_copy = [([name], difference) for name, difference in self._looked_at_copy.items()]
+        self._looked = [([*there], self._samples.difference(there)), *at_copy]
         self._refuse_differences(Difference.is_known)
         copies: dict[str, Any] = self._copies
         return self.head.of(**copies)
@@ -143,32 +146,32 @@ class Operands:
         Raises:
             StaleLogitsError: it has, or one was not what it was in the beginning.
         """
-        originals = self._as_others_have_them()
-        for name, seal in self._seals.items():
-            if name not in self._copies and seal.is_written_to(originals[name]):
+        for name, tensor in self._there().items():
+            if self._seals[name].is_written_to(tensor):
                 raise errors.stale_logits(name, IN_PLACE, self._where)
         self._refuse_differences()
 
     def _refuse_differences(self, among: Callable[[Difference], bool] | None = None) -> None:
-        for name, difference in self._looked:
+        for names, difference in self._looked:
             if (among is None or among(difference)) and difference.is_there():
-                raise errors.stale_logits(name, BEHIND, self._where)
+                raise errors.stale_logits(self._first_different(names), BEHIND, self._where)
+
+    def _first_different(self, names: list[str]) -> str:
+        """Which of these it is, if it is one of these."""
+        there, (*others, last) = self._there(), names
+        different = (n for n in others if n in there and self._samples.difference({n: there[n]}).is_there())
+        return next(different, last)
 
     def are_stale(self) -> bool:
         """Whether the logits cannot be computed any more."""
-        return any(how or difference.is_there() for _, how, difference in self._seen())
+        there = self._there()
+        if any(self._seals[name].broken(tensor) for name, tensor in there.items()):
+            return True
+        return any(one.is_there() for one in (self._samples.difference(there), *self._looked_at_copy.values()))
 
-    def _seen(self) -> Iterator[tuple[str, str, Difference]]:
-        """For each operand how it was changed, as far as that shows at once, and whether it differs from what it was;
-        of those of which there is a copy, when they were copied.
-        """
-        originals = self._as_others_have_them()
-        for name, seal in self._seals.items():
-            if name not in self._copies:
-                how = seal.broken(originals[name])
-                yield name, how, Difference() if how else seal.difference(originals[name])
-            elif name in self._looked_at_copy:
-                yield name, "", self._looked_at_copy[name]
+    def _there(self) -> dict[str, Tensor]:
+        """The operands of which there are no copies."""
+        return {name: t for name, t in self._as_others_have_them().items() if name not in self._copies}
 
     def _as_others_have_them(self) -> dict[str, Any]:
         """The operands, of which the memory may have been replaced; of the hidden states only while gradients flow."""
@@ -260,7 +263,7 @@ class Operands:
                     continue
                 if seal.broken(tensor):
                     continue  # what has changed already is too late to copy; reading says so
-                self._looked_at_copy = {**self._looked_at_copy, name: seal.difference(tensor)}
+                self._looked_at_copy = {**self._looked_at_copy, name: self._samples.difference({name: tensor})}
                 if id(tensor) not in copies:
                     copies[id(tensor)] = tensor.detach().clone()
                     self._on_copy(copies[id(tensor)].nbytes)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import compat
+from .originals import original_or_itself
 
 # One for each class of a vocabulary, and neighbours. Reading far apart is what they cost: microseconds on a GPU, a few
 # ns each on a CPU. There copies are cut for threads by the number of elements: with neighbours all threads have some.
 _MOST_SAMPLES = 1 << 19
 _NEIGHBOURS = 4
+_cat = original_or_itself(torch.cat)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 IN_PLACE = "it was changed in place"
@@ -21,19 +25,13 @@ BEHIND = "it was changed behind autograd's back"
 
 
 class Seal:
-    """Of a tensor as it is now: its version, its address and a sample of its bits.
+    """Of a tensor as it is now: its version and its address."""
 
-    Writes through ``.data`` or by another library leave the version as it is. The sample has elements of every row and
-    every column of a matrix whose rows have no gaps inside (of up to 2^19, else from so many places): it shows what
-    changes rows or columns as a whole. What is copied as a whole needs none.
-    """
-
-    def __init__(self, tensor: Tensor, copied: bool) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.version = compat.version(tensor)
         self.address = tensor.data_ptr()
         self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
         self.was_gone = False  # at a step: whatever lies there since may be other values
-        self.sample = None if copied else _sample(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies where it did: its ``.data`` may have been replaced."""
@@ -58,38 +56,73 @@ class Seal:
             return "an optimizer's step has changed it"
         return ""
 
-    def difference(self, tensor: Tensor, copy: Tensor | None = None) -> Difference:
-        """Whether the sample differs from that of ``tensor``, which is not ``broken``; all of it from a ``copy``."""
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return Difference()  # nothing may wait for what is captured
-        with compat.modes_set_aside():
-            now, then = (_sample(tensor), self.sample) if copy is None else (tensor.detach(), copy)
-            assert then is not None
-            return Difference(_bits(now.resolve_neg()), _bits(then))
-
     def is_broken(self, tensor: Tensor, copy: Tensor) -> bool:
         """Whether ``tensor`` is no longer what its ``copy`` is."""
-        return bool(self.broken(tensor, copy)) or self.difference(tensor, copy).is_there()
+        if self.broken(tensor, copy):
+            return True
+        with compat.modes_set_aside():
+            return Difference((tensor.detach().resolve_neg(), copy)).is_there()
+
+
+class Samples:
+    """Of tensors as they are now, some elements of each.
+
+    Writes through ``.data`` or by another library leave versions as they are. A sample has elements of every row and
+    every column of a matrix whose rows have no gaps inside (of up to 2^19, else from so many places): it shows what
+    changes rows or columns as a whole.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        together: dict[Any, list[str]] = {}
+        self._rows = {}
+        for name, tensor in tensors.items():
+            (rows, neighbours), _ = _where(tensor)
+            self._rows[name] = rows
+            kind = (tensor.dtype, neighbours) if _are_taken_together(tensor.device) else name
+            together.setdefault(kind, []).append(name)
+        self._taken = {tuple(names): _sample([tensors[name] for name in names]) for names in together.values()}
+
+    def difference(self, tensors: Mapping[str, Tensor]) -> Difference:
+        """Whether samples of ``tensors`` are others now; by name, those of some tensors, whose seals are not broken."""
+        if any(tensor.is_cuda for tensor in tensors.values()) and torch.cuda.is_current_stream_capturing():
+            return Difference()  # nothing may wait for what is captured
+        with compat.modes_set_aside():
+            pairs = []
+            for names, sample in self._taken.items():
+                if tensors.keys() >= set(names):
+                    pairs.append((_sample([tensors[name] for name in names]), sample))
+                    continue
+                parts = zip(names, sample.split([self._rows[name] for name in names]), strict=True)
+                pairs += [(_sample([tensors[name]]), part) for name, part in parts if name in tensors]
+            return Difference(*pairs)
 
 
 class Difference:
-    """Whether two tensors differ. On a GPU it is computed in its turn there, and only who asks waits for it.
+    """Whether tensors differ. On a GPU it is computed in its turn there, and only who asks waits for it.
 
     So kernels can be launched that take their time while the host waits: the device does not wait for the host.
     """
 
-    def __init__(self, *pair: Tensor) -> None:
+    def __init__(self, *pairs: tuple[Tensor, Tensor]) -> None:
         """
         Args:
-            pair: the two, of one shape and dtype; none if it is known that they do not differ.
+            pairs: whether the two of any differ, of one dtype and all on one device; none if it is known that they do
+                not.
         """
         self._computed: torch.cuda.Event | None = None
-        self._is_there: bool | Tensor = bool(pair) and not pair[0].is_cuda and not torch.equal(*pair)
-        if pair and pair[0].is_cuda:
-            self._is_there = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            self._is_there.copy_(torch.ne(*pair).any(), non_blocking=True)
-            self._computed = torch.cuda.Event()
-            self._computed.record(torch.cuda.current_stream(pair[0].device))
+        # Where a tensor was given another shape in the same place, so has its sample.
+        self._is_there = any(one.shape != other.shape for one, other in pairs)
+        if self._is_there or not pairs:
+            return
+        bits = [(_bits(one), _bits(other)) for one, other in pairs]
+        if not bits[0][0].is_cuda:
+            self._is_there = not all(torch.equal(*pair) for pair in bits)
+            return
+        self._found = torch.empty(len(bits), dtype=torch.bool, device="cpu", pin_memory=True)
+        for i, pair in enumerate(bits):
+            self._found[i].copy_(torch.ne(*pair).any(), non_blocking=True)
+        self._computed = torch.cuda.Event()
+        self._computed.record(torch.cuda.current_stream(bits[0][0].device))
 
     def is_known(self) -> bool:
         """Whether nobody has to wait."""
@@ -97,11 +130,11 @@ class Difference:
 
     def is_there(self) -> bool:
         """Whether they differ; waits until that is known."""
-        if self._computed is None:
-            return bool(self._is_there)
-        self._computed.synchronize()
-        with compat.modes_set_aside():
-            return bool(self._is_there)
+        if self._computed is not None:
+            self._computed.synchronize()
+            with compat.modes_set_aside():
+                self._is_there |= any(self._found.tolist())
+        return self._is_there
 
 
 def is_gone(tensor: Tensor) -> bool:
@@ -109,10 +142,21 @@ def is_gone(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """A copy of some of its elements."""
-    without_gradient = tensor.detach() if tensor.requires_grad else tensor
-    return torch.as_strided_copy(without_gradient, *_where_sampled(tensor.shape, tensor.stride()))
+def _sample(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of some elements of each, one below the other."""
+    parts = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    if len(parts) == 1:
+        return torch.as_strided_copy(parts[0], *_where(parts[0]))
+    return _cat([torch.as_strided(part, *_where(part)) for part in parts])
+
+
+def _are_taken_together(device: torch.device) -> bool:
+    """Whether one kernel copies samples of several tensors: on a GPU it is launches that they cost."""
+    return device.type == "cuda"
+
+
+def _where(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    return _where_sampled(tensor.shape, tensor.stride())
 
 
 @functools.lru_cache(maxsize=256)

@@ -2467,9 +2467,10 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @pytest.fixture(params=["at once", "late"])
 def answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples are compared at once, or as on a GPU: what is read is computed before the answer is there."""
+    """Samples are compared at once, or as on a GPU: taken together, and what is read is computed before the answer."""
     if request.param == "late":
         monkeypatch.setattr(seals.Difference, "is_known", lambda self: False)
+        monkeypatch.setattr(seals, "_are_taken_together", lambda device: True)
 
 
 @pytest.mark.usefixtures("answers")
@@ -2494,6 +2495,16 @@ def test_a_read_after_any_other_change_is_refused(name: str, operand: str, monke
         name_of = {"w": "the weight", "x": "the hidden states", "b": "the bias"}[operand]
         with pytest.raises(RuntimeError, match=rf"{name_of} .*{how}.*fxfuse\.defer_logits"):
             read(z, s)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_weight_of_another_shape_in_the_same_place(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seals, "_are_taken_together", lambda device: together)
+    s = DeferredWorld.make()
+    z = s.zb
+    s.w.data = s.w.data.view(s.w.shape[::-1])
+    with pytest.raises(errors.StaleLogitsError, match="behind autograd's back"):
+        z.sum()
 
 
 @pytest.mark.usefixtures("answers")
