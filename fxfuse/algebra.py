@@ -228,11 +228,11 @@ class ClassTensor:
         rows = tuple(op if id(op) in known else op.map(function) for op in self.row_ops)
         classes = tuple(op if id(op) in known else op.map(function) for op in self.class_ops)
         shifts = tuple(replace(shift, handle=function(shift.handle)) for shift in self.row_shifts)
-        return replace(self, row_ops=rows, class_ops=classes, row_shifts=shifts)
+        return quickly_replace(self, row_ops=rows, class_ops=classes, row_shifts=shifts)
 
     def with_heads(self: C, of: Callable[[Head], Head]) -> C:
         """The same of other heads: what ``of`` makes of each that it is of, and of those of the parts of a join."""
-        return replace(self, head=of(self.head), row_ops=tuple(op.with_heads(of) for op in self.row_ops))
+        return quickly_replace(self, head=of(self.head), row_ops=tuple(op.with_heads(of) for op in self.row_ops))
 
     def heads(self) -> dict[Head, bool]:
         """Those that it is of, its own first, and whether gradients flow to each."""
@@ -464,7 +464,7 @@ def derive(value: C, name: str, *ops: RowOp, **changes: Any) -> C:
         both = {field: change for field, change in changes.items() if field in ("shape", "class_dim")}
         assert value.teacher is not None
         changes["teacher"] = derive(value.teacher, name, *ops, **both)
-    return replace(value, row_ops=value.row_ops + ops, trail=(*value.trail, name), **changes)
+    return quickly_replace(value, row_ops=value.row_ops + ops, trail=(*value.trail, name), **changes)
 
 
 def of_classes(value: C, name: str, *ops: ClassOp, **changes: Any) -> C:

@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -264,11 +264,12 @@ class Origin:
         for new in given:
             self.given = [*(old for old in self.given if not old.is_again(new)), new][-MOST_GIVEN:]
 
-    def remember(self, readers: Sequence[Reader], results: Sequence[Tensor]) -> None:
-        """Note what readers returned that normalises rows."""
+    def remember(self, readers: Sequence[Reader], results: Sequence[Tensor], grad: bool) -> None:
+        """Note what readers returned that normalises rows; without ``grad`` no gradient goes through that."""
         for reader, result in zip(readers, results, strict=True):
             if reader.normalises:
-                self.normalisers[result] = _Normaliser(reader, result)
+                source = replace(reader.source, requires_grad=grad)
+                self.normalisers[result] = _Normaliser(replace(reader, source=source), result)
 
     def reader_of(self, tensor: Any) -> Reader | None:
         """The reader that returned a tensor, with an axis for the classes; None where that is not known."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .algebra import Head, OfTwoHeads
+from .algebra import Head, OfTwoHeads, quickly_replace
 from .eager import EMIT
 from .lazy import State
 from .origin import Given, Identity, Origin
@@ -99,12 +99,12 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
     source = readers[0].source
     origin, _ = found[source.head]
     grad = wants_gradients(call, readers)
-    level = replace(source, row_shifts=())  # what is added to a row is added to its log-sum-exp
+    level = quickly_replace(source, row_shifts=())  # what is added to a row is added to its log-sum-exp
     key = (level.row_key(), level.logits_key(), grad)
-    source = replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
+    source = quickly_replace(source.with_heads(lambda head: found[head][1]), requires_grad=grad)
     given: list[Given] = []
     sums: Statistics | None = None
-    computed = tuple(replace(_noting(reader, given), source=source) for reader in readers)
+    computed = tuple(quickly_replace(_noting(reader, given), source=source) for reader in readers)
     reader = computed[0]
     # What readers of the same rows could share.
     shares = not reader.is_alone and not isinstance(source, OfTwoHeads)
@@ -147,6 +147,5 @@ def read(call: Call, readers: tuple[Reader, ...], found: Found) -> list[Tensor]:
         for result in results:
             for hook in (*one.signals, *one.factors) if result.requires_grad else ():
                 result.register_hook(hook)
-    # Of what was read under no_grad, no gradient goes through the normaliser.
-    origin.remember([replace(one, source=replace(one.source, requires_grad=grad)) for one in readers], results)
+    origin.remember(readers, results, grad)
     return results

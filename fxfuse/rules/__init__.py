@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..algebra import ClassTensor, Entries, Head, Logits
+from ..algebra import ClassTensor, Entries, Head, Logits, quickly_replace
 from ..compat import has_node
 from ..originals import original_or_itself
 from ..readers import Reader
@@ -267,7 +267,7 @@ def outcomes_of(call: Call, result: Any, given: Sequence[ClassTensor] = ()) -> l
     if many and isinstance(call.out, Tensor):  # stacked, with the gradients that they had
         return [(one if call.out.requires_grad else replace(one, requires_grad=False), call.out) for one in result]
     pairs = list(zip(result, call.out, strict=True)) if many else [(result, call.out)]
-    return [(cut_off(replace(call, out=out), one, given), out) for one, out in pairs]
+    return [(cut_off(quickly_replace(call, out=out), one, given), out) for one, out in pairs]
 
 
 @overload
