@@ -298,38 +298,32 @@ class Origin:
         return self.way.projection.where if self.way else self.site.where
 
 
-class locked:
+@contextlib.contextmanager
+def locked(origins: Iterable[Origin]) -> Iterator[None]:
     """Hold the locks of the operands of these, of those that something is made of together with them, and so on.
 
     A write to one output reads what was made of it, which may be made of another one too, so that all of them are taken
     at once, in one order: of threads that write to one each, none waits for what the other has.
     """
+    origins = set(origins)
+    while True:
+        together = _together(origins)
+        with _all_of([origin.operands.lock for origin in sorted(together, key=id)]):
+            if _together(origins) == together:  # from now on they stay what they are
+                yield
+                return
 
-    def __init__(self, origins: Iterable[Origin]) -> None:
-        self._origins = set(origins)
-        self._held: list[threading.RLock] = []
 
-    def __enter__(self) -> None:
-        try:
-            while (together := _together(self._origins)) != self._taken(together):
-                self._release()
-        except BaseException:
-            self._release()
-            raise
+def _all_of(locks: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Hold them, one in the other: ``with`` lets no signal's handler raise between taking one and its being let go."""
+    return locks[0] if len(locks) == 1 else _one_in_the_other(locks)
 
-    def _taken(self, origins: set[Origin]) -> set[Origin]:
-        """Take the locks of ``origins``; what is to be held, which from now on stays what it is if it is that."""
-        for origin in sorted(origins, key=id) if len(origins) > 1 else origins:
-            origin.operands.lock.acquire()
-            self._held.append(origin.operands.lock)
-        return _together(self._origins)
 
-    def __exit__(self, *_: object) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        while self._held:
-            self._held.pop().release()
+@contextlib.contextmanager
+def _one_in_the_other(locks: Sequence[Any]) -> Iterator[None]:
+    first, *others = locks
+    with first, _all_of(others):
+        yield
 
 
 @contextlib.contextmanager

@@ -118,9 +118,9 @@ class Difference:
         if not bits[0][0].is_cuda:
             self._is_there = not all(torch.equal(*pair) for pair in bits)
             return
-        self._found = torch.empty(len(bits), dtype=torch.bool, device="cpu", pin_memory=True)
-        for i, pair in enumerate(bits):
-            self._found[i].copy_(torch.ne(*pair).any(), non_blocking=True)
+        found = functools.reduce(torch.logical_or, (torch.ne(*pair).any() for pair in bits))
+        self._found = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+        self._found.copy_(found, non_blocking=True)
         self._computed = torch.cuda.Event()
         self._computed.record(torch.cuda.current_stream(bits[0][0].device))
 
@@ -133,7 +133,7 @@ class Difference:
         if self._computed is not None:
             self._computed.synchronize()
             with compat.modes_set_aside():
-                self._is_there |= any(self._found.tolist())
+                return bool(self._found)
         return self._is_there
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import dis
 import functools
 import gc
 import inspect
@@ -47,7 +48,7 @@ import fxfuse
 from fxfuse import deferred as deferred_module
 from fxfuse import errors, lazy, lazy_tensor, operands, passes, places, reading, seals, trees
 from fxfuse.deferred import DeferredLogits
-from fxfuse.origin import MOST_USED
+from fxfuse.origin import MOST_USED, locked
 from fxfuse.report.records import journal
 from fxfuse.report.source import OWN
 
@@ -4560,6 +4561,53 @@ def test_signal_handlers_read_and_raise_as_in_eager(name: str) -> None:
         torch.testing.assert_close(result, expected)
         assert isinstance(_interrupted(program, raises, at)[0], _Alarm)
     assert read == len(points)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_no_lock_stays_held_where_a_signal_handler_raises(outputs: int) -> None:
+    """Another thread that reads the logits would wait for ever."""
+    origins = [DeferredWorld.make().z._deferred.origin for _ in range(outputs)]
+    looks_for_signals = "CALL", "RESUME", "JUMP_BACKWARD"  # which Python does after these instructions alone
+    outside = sys.gettrace()
+
+    def interrupted(at: int) -> bool:
+        places, last = 0, {}  # instructions by identity: the frames keep the locks
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal places
+            frame.f_trace_opcodes = True
+            if event == "call":
+                last[id(frame)] = ""
+            if event == "opcode":
+                places += last[id(frame)].startswith(looks_for_signals)
+                last[id(frame)] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+                if places == at:
+                    sys.settrace(outside)
+                    raise _Alarm
+            return trace
+
+        sys.settrace(trace)
+        try:
+            with locked(origins):
+                pass
+        except _Alarm:
+            return True
+        finally:
+            sys.settrace(outside)
+        return False
+
+    def is_free(lock: Any) -> bool:
+        taken: bool = lock.acquire(timeout=1)
+        if taken:
+            lock.release()
+        return taken
+
+    places = 1
+    with ThreadPoolExecutor(1) as other:
+        while interrupted(places):
+            assert all(other.submit(is_free, one.operands.lock).result() for one in origins), places
+            places += 1
+    assert places > 15 * outputs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
