@@ -314,7 +314,7 @@ def _apply_locked(
     try:
         if entry.derives or stacked:
             repeated = compat.in_checkpoint()
-            with compat.counting_saved() if repeated else hooks_as_called_outside() as saved:
+            with compat.counting_saved() if repeated else hooks_as_called_outside(deferred) as saved:
                 out = run_deferred(func, args, kwargs)
             if repeated and saved:  # it must be the same that is saved again, whatever has values by then
                 return NotImplemented

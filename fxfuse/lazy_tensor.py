@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -387,20 +387,25 @@ def run_deferred(func: Any, args: Any, kwargs: Any, becoming: bool = False, shap
         _mode.call, _mode.becoming, _mode.shapes = before
 
 
-def hooks_as_called_outside() -> contextlib.AbstractContextManager[None]:
+def hooks_as_called_outside(given: Sequence[Tensor] | None = None) -> contextlib.AbstractContextManager[None]:
     """Let hooks on what autograd saves use any function: here they are called where none is looked up for these.
 
     Those of a checkpoint do nothing to what they see, and are known by who they are.
+
+    With ``given``, lazy tensors that are not among these, which a node saves of its own result, are detached for them:
+    what a hook keeps of such leads to the node and back until a backward comes there, and none may, as it goes past.
     """
     hooks = compat.hooks_on_saved()
     if hooks is None or compat.in_checkpoint():
         return contextlib.nullcontext()
     pack, unpack = hooks
-    return torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack_outside, pack), unpack)
+    return torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack_outside, pack, given), unpack)
 
 
-def _pack_outside(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+def _pack_outside(pack: Callable[[Tensor], Any], given: Sequence[Tensor] | None, tensor: Tensor) -> Any:
     with compat.functions_looked_up():
+        if given is not None and isinstance(tensor, LazyTensor) and all(tensor is not one for one in given):
+            tensor = tensor.detach()
         return pack(tensor)
 
 

@@ -1544,6 +1544,31 @@ def test_hooks_for_saved_tensors_leave_a_loss_fused(loss: Any) -> None:
     assert isinstance(z, DeferredLogits) and not reads
 
 
+KEPT_BY_HOOKS: dict[str, Callable[[Tensor, World], Tensor]] = {
+    "cross_entropy": lambda z, s: ce(z, s.y),
+    "nll_loss": lambda z, s: F.nll_loss(z.view(-1, VOCAB).log_softmax(-1), s.y.view(-1)),
+    "tanh": lambda z, s: ce(torch.tanh(z) * 3, s.y),
+    "exp": lambda z, s: z.exp().sum(),
+    "normalised": lambda z, s: (z - z.logsumexp(-1, keepdim=True)).gather(-1, s.y[..., None]).sum(),
+    "entropy": lambda z, s: -(z.softmax(-1) * z.log_softmax(-1)).sum(),
+    "categorical": lambda z, s: torch.distributions.Categorical(logits=z, validate_args=False).entropy().sum(),
+    "divergence": lambda z, s: F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_BY_HOOKS)
+def test_hooks_that_keep_what_is_saved_keep_no_graph_after_the_backward(name: str) -> None:
+    """As ``save_on_cpu`` does on a CPU: also of what a loss's gradient goes past, so that no backward frees it."""
+    s = DeferredWorld.make()
+    with dense_reads() as reads, torch.autograd.graph.save_on_cpu():
+        value = KEPT_BY_HOOKS[name](s.z, s)
+    value.backward()
+    hidden_states = weakref.ref(s.x)
+    del s, value
+    gc.collect()
+    assert hidden_states() is None and not reads
+
+
 def test_what_hooks_copy_is_what_the_gradient_is_of() -> None:
     """As those that offload activations do: the weight, and what logits are multiplied by, may be written to then."""
     grads = []

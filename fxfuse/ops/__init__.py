@@ -201,8 +201,17 @@ def _stats_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
         setattr(ctx, want, ctx.options.pop(want))
     of = RowStats(*output)
     operands = input, weight, bias, index, class_weight
-    ctx.save_for_backward(*operands, of.lse, of.residual, of.expectation, of.entropy, of.argmax)
+    saved = of.lse, of.residual, of.expectation, of.entropy, of.argmax
+    ctx.save_for_backward(*operands, *map(_without_node, saved))
     ctx.mark_non_differentiable(of.residual, of.argmax)
+
+
+def _without_node(output: Tensor) -> Tensor:
+    """An output that is saved: a hook that keeps it as it is would keep the node, until a backward comes to that.
+
+    None does where it is taken for what normalises logits, through which no gradient flows.
+    """
+    return output.detach() if type(output) is Tensor else output  # which is traced
 
 
 def _stats_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
