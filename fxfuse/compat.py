@@ -198,6 +198,12 @@ def in_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def current_stream(device: torch.device) -> Callable[[], torch.cuda.Stream]:
+    """What makes an object of the stream that is current now: doing so takes the host as long as a launch."""
+    stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(device.index)
+    return functools.partial(torch.cuda.Stream, stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
 def is_traced() -> bool:
     """Whether ``make_fx`` (as of ``torch.func.linearize``) or ``torch.jit.trace`` writes down what operators do."""
     return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None

@@ -72,11 +72,11 @@ class Operands:
         size: the bytes of the logits.
         lock: held while something is computed from them or of the logits, and while they are copied for a step, which
             waits for another thread that reads logits which nothing had read.
-        stream: the CUDA stream on which eager computes the logits; None elsewhere.
+        stream: makes the CUDA stream on which eager computes the logits; None elsewhere.
     """
 
     size = 0
-    stream: torch.cuda.Stream | None = None
+    stream: Callable[[], torch.cuda.Stream] | None = None
     _in_capture = False
     _is_read = False
     _trained: weakref.ref[Trained] | None = None
@@ -113,7 +113,7 @@ class Operands:
         self.head = head.of(**without_gradient)
         self.lock = threading.RLock()
         if input.is_cuda:
-            self.stream = torch.cuda.current_stream(input.device)
+            self.stream = compat.current_stream(input.device)
             self._in_capture = torch.cuda.is_current_stream_capturing()
         _watch.begin()
         _living.track(self)

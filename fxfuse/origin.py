@@ -333,10 +333,14 @@ def working(origins: Iterable[Origin]) -> Iterator[torch.cuda.Stream | None]:
     Yields the stream to use the results on, if that is another one: it waits for them at the end.
     """
     origins = tuple(origins)
-    home = origins[0].operands.stream
+    stream = origins[0].operands.stream
     with locked(origins):
-        here = None if home is None else torch.cuda.current_stream(home.device)
-        if home is None or here is None or here == home or torch.cuda.is_current_stream_capturing():
+        if stream is None or torch.cuda.is_current_stream_capturing():
+            yield None
+            return
+        home = stream()
+        here = torch.cuda.current_stream(home.device)
+        if here == home:
             yield None
             return
         home.wait_stream(here)
