@@ -4611,6 +4611,7 @@ def test_no_lock_stays_held_where_a_signal_handler_raises(outputs: int) -> None:
                     raise _Alarm
             return trace
 
+        sys._getframe().f_trace_opcodes = True  # before: Python 3.12 asks then whether anyone wants to see them
         sys.settrace(trace)
         try:
             with locked(origins):
