@@ -252,6 +252,7 @@ def _defer(func: Any, args: Any, kwargs: Any, shapes: bool) -> Any:
         raise NotDeferred  # a view at times only
     if not is_view and any(tensor._deferred.memory.one for tensor in deferred):
         raise NotDeferred  # what it is made of may be written to
+
     # A view is what it is a view of, whatever the mode; but eager lets the program write to what was detached.
     inference = torch.is_inference_mode_enabled()
     if is_view:

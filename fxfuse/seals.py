@@ -60,6 +60,8 @@ class Seal:
         """Whether ``tensor`` is no longer what its ``copy`` is."""
         if self.broken(tensor, copy):
             return True
+        if _is_captured(tensor.device):
+            return False
         with compat.modes_set_aside():
             return Difference((tensor.detach().resolve_neg(), copy)).is_there()
 
@@ -84,8 +86,8 @@ class Samples:
 
     def difference(self, tensors: Mapping[str, Tensor]) -> Difference:
         """Whether samples of ``tensors`` are others now; by name, those of some tensors, whose seals are not broken."""
-        if any(tensor.is_cuda for tensor in tensors.values()) and torch.cuda.is_current_stream_capturing():
-            return Difference()  # nothing may wait for what is captured
+        if any(_is_captured(tensor.device) for tensor in tensors.values()):
+            return Difference()
         with compat.modes_set_aside():
             pairs = []
             for names, sample in self._taken.items():
@@ -148,6 +150,11 @@ def _sample(tensors: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return torch.as_strided_copy(parts[0], *_where(parts[0]))
     return _cat([torch.as_strided(part, *_where(part)) for part in parts])
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether what is computed there is captured in a CUDA graph, so that nothing may wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _are_taken_together(device: torch.device) -> bool:

@@ -3772,6 +3772,27 @@ def test_reads_in_the_capture_of_a_cuda_graph() -> None:
         torch.testing.assert_close(loss, ce(expected, world.y))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+def test_gradients_in_the_capture_of_a_cuda_graph_of_hidden_states_that_are_copied() -> None:
+    """Nothing may wait there to compare the copy with what it is of."""
+    world = DeferredWorld.make(torch.float32, "cuda")
+    eager = World.make(torch.float32, "cuda")
+    expected = torch.autograd.grad(ce(eager.z, eager.y), eager.w)
+    world.x = torch.cat([world.x.detach()] * 3)[: len(world.x)]  # of which only a part is used
+    graph = torch.cuda.CUDAGraph()
+
+    def gradient() -> Any:
+        return torch.autograd.grad(ce(world.z, world.y), world.w)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gradient()  # compiles
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = gradient()
+    graph.replay()
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_scoring(mode: Any) -> None:
     torch._dynamo.reset()
