@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,14 +75,17 @@ class Samples:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        together: dict[Any, list[str]] = {}
-        self._rows = {}
+        self._rows: dict[str, int] = {}  # of each that is taken together with others
+        self._taken: dict[tuple[str, ...], Tensor] = {}
+        alike: dict[Any, list[str]] = {}
         for name, tensor in tensors.items():
-            (rows, neighbours), _ = _where(tensor)
-            self._rows[name] = rows
-            kind = (tensor.dtype, neighbours) if _are_taken_together(tensor.device) else name
-            together.setdefault(kind, []).append(name)
-        self._taken = {tuple(names): _sample([tensors[name] for name in names]) for names in together.values()}
+            if _are_taken_together(tensor.device):
+                (self._rows[name], neighbours), _ = _where(tensor)
+                alike.setdefault((tensor.dtype, neighbours), []).append(name)
+            else:
+                self._taken[name,] = _sample(tensor)
+        for names in alike.values():
+            self._taken[tuple(names)] = _sample(*(tensors[name] for name in names))
 
     def difference(self, tensors: Mapping[str, Tensor]) -> Difference:
         """Whether samples of ``tensors`` are others now; by name, those of some tensors, whose seals are not broken."""
@@ -91,11 +94,12 @@ class Samples:
         with compat.modes_set_aside():
             pairs = []
             for names, sample in self._taken.items():
-                if tensors.keys() >= set(names):
-                    pairs.append((_sample([tensors[name] for name in names]), sample))
-                    continue
-                parts = zip(names, sample.split([self._rows[name] for name in names]), strict=True)
-                pairs += [(_sample([tensors[name]]), part) for name, part in parts if name in tensors]
+                asked = [name for name in names if name in tensors]
+                if len(asked) == len(names):
+                    pairs.append((_sample(*(tensors[name] for name in names)), sample))
+                elif asked:
+                    parts = zip(names, sample.split([self._rows[name] for name in names]), strict=True)
+                    pairs += [(_sample(tensors[name]), part) for name, part in parts if name in tensors]
             return Difference(*pairs)
 
 
@@ -144,12 +148,12 @@ def is_gone(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
-def _sample(tensors: Sequence[Tensor]) -> Tensor:
+def _sample(*tensors: Tensor) -> Tensor:
     """A copy of some elements of each, one below the other."""
-    parts = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-    if len(parts) == 1:
-        return torch.as_strided_copy(parts[0], *_where(parts[0]))
-    return _cat([torch.as_strided(part, *_where(part)) for part in parts])
+    one, *others = (tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
+    if not others:
+        return torch.as_strided_copy(one, *_where(one))
+    return _cat([torch.as_strided(part, *_where(part)) for part in (one, *others)])
 
 
 def _is_captured(device: torch.device) -> bool:
