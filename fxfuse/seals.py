@@ -150,10 +150,10 @@ def is_gone(tensor: Tensor) -> bool:
 
 def _sample(*tensors: Tensor) -> Tensor:
     """A copy of some elements of each, one below the other."""
-    one, *others = (tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
-    if not others:
-        return torch.as_strided_copy(one, *_where(one))
-    return _cat([torch.as_strided(part, *_where(part)) for part in (one, *others)])
+    parts = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    if len(parts) == 1:
+        return torch.as_strided_copy(parts[0], *_where(parts[0]))
+    return _cat([torch.as_strided(part, *_where(part)) for part in parts])
 
 
 def _is_captured(device: torch.device) -> bool:
