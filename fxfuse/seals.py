@@ -25,17 +25,17 @@ BEHIND = "it was changed behind autograd's back"
 
 
 class Seal:
-    """Of a tensor as it is now: its version and its address."""
+    """Of a tensor as it is now: its version, and where it lies."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = compat.version(tensor)
-        self.address = tensor.data_ptr()
+        self.place = _place(tensor)
         self.is_open = False  # a step was about to change it; not every optimizer's shows in the version
         self.was_gone = False  # at a step: whatever lies there since may be other values
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies where it did: its ``.data`` may have been replaced."""
-        return tensor.data_ptr() == self.address
+        """Whether ``tensor`` lies where and as it did: its ``.data`` may have been replaced."""
+        return _place(tensor) == self.place
 
     def is_written_to(self, tensor: Tensor) -> bool:
         """Whether autograd knows of a write to ``tensor``."""
@@ -112,13 +112,12 @@ class Difference:
     def __init__(self, *pairs: tuple[Tensor, Tensor]) -> None:
         """
         Args:
-            pairs: whether the two of any differ, of one dtype and all on one device; none if it is known that they do
-                not.
+            pairs: whether the two of any differ, of one shape and dtype and all on one device; none if it is known that
+                they do not.
         """
         self._computed: torch.cuda.Event | None = None
-        # Where a tensor was given another shape in the same place, so has its sample.
-        self._is_there = any(one.shape != other.shape for one, other in pairs)
-        if self._is_there or not pairs:
+        self._is_there = False
+        if not pairs:
             return
         bits = [(_bits(one), _bits(other)) for one, other in pairs]
         if not bits[0][0].is_cuda:
@@ -146,6 +145,10 @@ class Difference:
 def is_gone(tensor: Tensor) -> bool:
     """Whether the memory of a tensor was freed, as FSDP frees what it gathered."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _sample(*tensors: Tensor) -> Tensor:

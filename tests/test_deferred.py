@@ -2523,12 +2523,14 @@ def test_a_read_after_any_other_change_is_refused(name: str, operand: str, monke
             read(z, s)
 
 
-def test_a_weight_of_another_shape_in_the_same_place(device: str) -> None:
-    """Samples of two shapes cannot be compared one by one, as a GPU does."""
+@pytest.mark.parametrize("vocab", [VOCAB, HIDDEN])
+def test_a_weight_laid_out_otherwise_in_the_same_place(device: str, vocab: int) -> None:
+    """Rows and columns exchanged: of a square weight the same elements are in the sample."""
     s = DeferredWorld.make(device=device)
-    z = s.zb
-    s.w.data = s.w.data.view(s.w.shape[::-1])
-    with pytest.raises(errors.StaleLogitsError, match="behind autograd's back"):
+    w = torch.nn.Parameter(s.w[:vocab].detach().clone())
+    z = s.project(s.x, w)
+    w.data = w.data.view(HIDDEN, vocab) if vocab != HIDDEN else w.data.t()
+    with pytest.raises(errors.StaleLogitsError, match=r"\.data was replaced"):
         z.sum()
 
 
