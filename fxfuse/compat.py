@@ -258,6 +258,14 @@ def transform_active() -> bool:
     return maybe_current_level() is not None
 
 
+def grad_mode(enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    """``torch.set_grad_enabled``, which takes a microsecond where it changes nothing, and that is nearly always."""
+    return _UNCHANGED if torch.is_grad_enabled() is enabled else torch.set_grad_enabled(enabled)
+
+
+_UNCHANGED = contextlib.nullcontext()
+
+
 def make_code(gm: Any) -> None:
     """Make the code of a graph that was changed, at once: else every call asks whether it has been made."""
     _LazyGraphModule.force_recompile(gm)
@@ -482,6 +490,15 @@ def in_captured_frame(source: str) -> str:
 def given_value(node: Any) -> Any:
     """The tensor of the program that a graph was captured with as a placeholder; None where it is not known."""
     return getattr(getattr(node, "meta", {}).get("grapharg"), "example", None)
+
+
+def enabled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch._dynamo.disable`` made ``run`` of, for a caller that it disables too; else ``run``.
+
+    It wraps what it was given once itself; in a function of ours it would be wrapped twice.
+    """
+    disabled = getattr(run, "_torchdynamo_disable", False)
+    return getattr(run, "_torchdynamo_orig_callable", run) if disabled else run
 
 
 def uncompiled(fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

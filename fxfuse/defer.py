@@ -101,7 +101,7 @@ def defer(
         way: how they came to be, for the report; None where that is not known.
     """
     # Gradients as in the graph, whatever the caller's mode.
-    with compat.no_torch_function_or_mode(), torch.set_grad_enabled(value.requires_grad):
+    with compat.no_torch_function_or_mode(), compat.grad_mode(value.requires_grad):
         weight = journal.deferred(site, head.weight)
         size = math.prod(value.shape) * value.dtype.itemsize
         if size < max(least, 1) or compat.transform_active() or compat.forward_ad_active():

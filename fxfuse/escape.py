@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,17 +69,10 @@ class Escaped:
         return {self.node, *(node for node, _ in self.views)}
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """An operand that the graph is given."""
+class _Place(NamedTuple):
+    """Where an operand is: in what the graph is given, or returns in the logits' place or after everything else."""
 
-    position: int
-
-
-@dataclass(frozen=True)
-class _Result:
-    """An operand that the graph returns, in the logits' place or after everything else."""
-
+    among: Literal[0, 1]
     position: int
 
 
@@ -90,7 +83,8 @@ class Escape:
     Attributes:
         positions: of the logits in what the graph returned.
         value: the logits, with the rows' operations done already and no operands.
-        input, weight, bias, filled: where the operands are, and what the head calls ``filled``.
+        operands: where each of the head's is that it has.
+        filled: where that is which the head calls so, if it has it.
         strides: of what eager returns; None if it is contiguous and they are not known.
         exposed: whether something else has the memory of the hidden states: the caller, or another output.
         views: positions of views of the logits, and how each is made.
@@ -100,10 +94,8 @@ class Escape:
 
     positions: tuple[int, ...]
     value: Logits
-    input: _Argument | _Result
-    weight: _Argument | _Result
-    bias: _Argument | _Result | None
-    filled: _Argument | _Result | None
+    operands: Mapping[str, _Place]
+    filled: _Place | None
     strides: tuple[int, ...] | None
     exposed: bool
     views: tuple[tuple[tuple[int, ...], Chain], ...]
@@ -260,34 +252,34 @@ def send_out(escaped: Escaped, emit: Emit, output: Node, bypassed: bool, way: Wa
     views = tuple((positions_of(view), chain) for view, chain in escaped.views)
     weight, bias = value.classes(emit) if value.class_ops else (head.weight, head.bias)
 
-    def cut(operand: Node | None) -> Node | None:
+    def cut(operand: Node) -> Node:
         """Without a gradient where the logits have none: else there would be a backward of what is before it."""
-        is_cut = operand is None or operand in arguments or not example_of(operand).requires_grad
+        is_cut = operand in arguments or not example_of(operand).requires_grad
         return operand if is_cut or value.requires_grad else emit(Tensor.detach, operand)
 
-    input, weight, bias, filled = map(cut, (value.hidden_states(emit), weight, bias, value.filled(emit)))
-    assert input is not None
+    operands = {"input": value.hidden_states(emit), "weight": weight, "bias": bias, "filled": value.filled(emit)}
+    operands = {name: cut(operand) for name, operand in operands.items() if operand is not None}
+    input = operands["input"]
     others = (*arguments, *(n for n in output.all_input_nodes if n not in escaped.nodes()))
     exposed = any(storages(input) & storages(node) for node in others)
     for i in (*positions, *(i for places, _ in views for i in places)):
         returned[i] = input
 
-    def place(operand: Node | None) -> _Argument | _Result | None:
-        if operand is None:
-            return None
+    def place(operand: Node) -> _Place:
         if operand in arguments:
-            return _Argument(arguments.index(operand))
+            return _Place(0, arguments.index(operand))
         if operand not in returned:
             returned.append(operand)
-        return _Result(returned.index(operand))
+        return _Place(1, returned.index(operand))
 
-    at: list[Any] = [place(operand) for operand in (input, weight, bias, filled)]
+    places = {name: place(operand) for name, operand in operands.items()}
+    filled = places.pop("filled", None)
     output.args = (tuple(returned),)
     transposed = head.weight_transposed and not value.class_ops
     bare = replace(head, input=None, weight=None, bias=None, weight_transposed=transposed)
     bare = replace(bare, hidden=value.hidden, vocab=value.vocab, wide_bias=value.adds_to_classes)
     logits: Any = replace(value, head=bare, row_ops=(), class_ops=())
-    return Escape(positions, logits, at[0], at[1], at[2], at[3], _strides(escaped.node), exposed, views, bypassed, way)
+    return Escape(positions, logits, places, filled, _strides(escaped.node), exposed, views, bypassed, way)
 
 
 def restored(
@@ -310,6 +302,7 @@ def restored(
         memory: the option ``fxfuse.memory``.
     """
 
+    run = compat.enabled(run)  # Dynamo disables ``call``
     are_known = [all(isinstance(size, int) for size in escape.value.shape) for escape, _ in escapes]
 
     def call(*args: Any) -> list[Any]:
@@ -317,20 +310,15 @@ def restored(
         for i in unread:
             given[i] = given[i].detach()
         results = list(run(*given))
-
-        def at(place: _Argument | _Result | None) -> Tensor | None:
-            if place is None:
-                return None
-            return args[place.position] if isinstance(place, _Argument) else results[place.position]
-
+        both = args, results
         made = []
         for (escape, site), known in zip(escapes, are_known, strict=True):
             value = escape.value
-            input = at(escape.input)
-            assert input is not None
             if escape.filled is not None:
-                value = quickly_replace(value, head=value.head.of(filled=at(escape.filled)))
-            head = value.head.of(input=input, weight=at(escape.weight), bias=at(escape.bias))
+                among, position = escape.filled
+                value = quickly_replace(value, head=value.head.of(filled=both[among][position]))
+            operands = {name: both[among][position] for name, (among, position) in escape.operands.items()}
+            head, input = value.head.of(**operands), operands["input"]
             shape = *input.shape[:-1], head.vocab
             if not (known and shape == value.shape):
                 value = quickly_replace(value, shape=shape)

@@ -42,7 +42,7 @@ class Trained:
         self.originals = _operands_of(head)
         self._known_to_autograd = self._to_autograd()
         # Those that require no gradient now will not get one later.
-        cut_off = _cut_off(self.originals)
+        cut_off = {name: t.detach() for name, t in self.originals.items() if not t.requires_grad}
         self.head = head.of(**cut_off) if cut_off else head
 
     def lead_where_they_did(self) -> bool:
@@ -57,11 +57,8 @@ class Trained:
 
 
 def _operands_of(head: Head) -> dict[str, Any]:
-    return {name: t for name in ("input", "weight", "bias") if (t := getattr(head, name)) is not None}
-
-
-def _cut_off(operands: dict[str, Any]) -> dict[str, Any]:
-    return {name: t.detach() for name, t in operands.items() if not t.requires_grad}
+    operands = {"input": head.input, "weight": head.weight}
+    return operands if head.bias is None else {**operands, "bias": head.bias}
 
 
 class Operands:
@@ -102,7 +99,9 @@ class Operands:
         is_part = input.untyped_storage().nbytes() > 2 * input.nbytes
         copied = exposed or is_part or (input.is_cpu and input.nbytes <= _FEW_BYTES)
         # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
-        self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
+        self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() and n != "input"}
+        if copied or input.is_neg():
+            self._exposed["input"] = input.clone()
         self._copies = self._exposed.copy()
         self._seals = {name: Seal(t) for name, t in operands.items()}
         # What is copied as a whole needs none.

@@ -75,17 +75,15 @@ class Samples:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._rows: dict[str, int] = {}  # of each that is taken together with others
-        self._taken: dict[tuple[str, ...], Tensor] = {}
-        alike: dict[Any, list[str]] = {}
+        together: dict[Any, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            if _are_taken_together(tensor.device):
-                (self._rows[name], neighbours), _ = _where(tensor)
-                alike.setdefault((tensor.dtype, neighbours), []).append(name)
-            else:
-                self._taken[name,] = _sample(tensor)
-        for names in alike.values():
-            self._taken[tuple(names)] = _sample(*(tensors[name] for name in names))
+            part = _sampled(tensor)
+            kind = (part.dtype, part.shape[1]) if _are_taken_together(part) else name
+            together.setdefault(kind, {})[name] = part
+        self._taken = [
+            ({name: part.shape[0] for name, part in parts.items()}, _copied([*parts.values()]))
+            for parts in together.values()
+        ]
 
     def difference(self, tensors: Mapping[str, Tensor]) -> Difference:
         """Whether samples of ``tensors`` are others now; by name, those of some tensors, whose seals are not broken."""
@@ -93,13 +91,13 @@ class Samples:
             return Difference()
         with compat.modes_set_aside():
             pairs = []
-            for names, sample in self._taken.items():
-                asked = [name for name in names if name in tensors]
-                if len(asked) == len(names):
-                    pairs.append((_sample(*(tensors[name] for name in names)), sample))
-                elif asked:
-                    parts = zip(names, sample.split([self._rows[name] for name in names]), strict=True)
-                    pairs += [(_sample(tensors[name]), part) for name, part in parts if name in tensors]
+            for rows, sample in self._taken:
+                asked = [name for name in rows if name in tensors]
+                if asked:
+                    if len(asked) < len(rows):
+                        parts = dict(zip(rows, sample.split([*rows.values()]), strict=True))
+                        sample = _copied([parts[name] for name in asked])
+                    pairs.append((_copied([_sampled(tensors[name]) for name in asked]), sample))
             return Difference(*pairs)
 
 
@@ -151,12 +149,15 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _sample(*tensors: Tensor) -> Tensor:
-    """A copy of some elements of each, one below the other."""
-    parts = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-    if len(parts) == 1:
-        return torch.as_strided_copy(parts[0], *_where(parts[0]))
-    return _cat([torch.as_strided(part, *_where(part)) for part in parts])
+def _sampled(tensor: Tensor) -> Tensor:
+    """A view of the elements in the sample."""
+    size, stride = _where_sampled(tensor.shape, tensor.stride())
+    return torch.as_strided(tensor.detach() if tensor.requires_grad else tensor, size, stride)
+
+
+def _copied(parts: list[Tensor]) -> Tensor:
+    """A copy of each, one below the other."""
+    return parts[0].clone() if len(parts) == 1 else _cat(parts)
 
 
 def _is_captured(device: torch.device) -> bool:
@@ -164,13 +165,9 @@ def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _are_taken_together(device: torch.device) -> bool:
-    """Whether one kernel copies samples of several tensors: on a GPU it is launches that they cost."""
-    return device.type == "cuda"
-
-
-def _where(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    return _where_sampled(tensor.shape, tensor.stride())
+def _are_taken_together(part: Tensor) -> bool:
+    """Whether one kernel copies parts of several tensors: on a GPU it is launches that they cost."""
+    return part.is_cuda
 
 
 @functools.lru_cache(maxsize=256)

@@ -112,6 +112,18 @@ def test_strict_raises_what_the_user_can_mend() -> None:
 # --- what reaches the inner backend ---------------------------------------------------------------------------
 
 
+def test_a_compiled_graph_is_called_without_a_second_wrapper_of_dynamo() -> None:
+    """And nothing else that Dynamo has wrapped is unwrapped: a backend may return what is compiled by another."""
+
+    def run() -> None:
+        pass
+
+    outer = torch.compile(run, backend="eager")
+    assert compat.enabled(torch._dynamo.disable(run)) is run
+    assert compat.enabled(run) is run
+    assert compat.enabled(outer) is outer
+
+
 def test_inductors_mode_and_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 

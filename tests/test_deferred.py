@@ -2496,7 +2496,7 @@ def answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Samples are compared at once, or as on a GPU: taken together, and what is read is computed before the answer."""
     if request.param == "late":
         monkeypatch.setattr(seals.Difference, "is_known", lambda self: False)
-        monkeypatch.setattr(seals, "_are_taken_together", lambda device: True)
+        monkeypatch.setattr(seals, "_are_taken_together", lambda part: True)
 
 
 @pytest.mark.usefixtures("answers")
