@@ -70,8 +70,8 @@ class Samples:
     """Of tensors as they are now, some elements of each.
 
     Writes through ``.data`` or by another library leave versions as they are. A sample has elements of every row and
-    every column of a matrix whose rows have no gaps inside (of up to 2^19, else from so many places): it shows what
-    changes rows or columns as a whole.
+    every column of a matrix (of up to 2^19, else from so many places): it shows what changes rows or columns as a
+    whole.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -179,9 +179,12 @@ def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tu
     """
     if 0 in shape:
         return (0, 1), (1, 1)
-    axes = [(size - 1, stride) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride]
+    steps = [(size - 1, stride) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride]
+    # Of every so many elements the others are of no interest: a weight may be one of several that take turns.
+    unit = math.gcd(*(stride for _, stride in steps)) or 1
+    axes = [(last, stride // unit) for last, stride in steps]
     extent = 1 + sum(last * stride for last, stride in axes)
-    _, *wider = sorted({stride for _, stride in axes}) or [1]
+    closest, *wider = sorted({stride for _, stride in axes}) or [1]
     row = wider[0] if wider else extent
     filled = 1 + sum(last * stride for last, stride in axes if stride < row)  # there may be a gap before the next
     step = max(min(filled, extent // row), 1)
@@ -191,9 +194,10 @@ def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tu
         step = -(-extent // _MOST_SAMPLES)
         while math.gcd(step, row) > 1:
             step += 1
-    neighbours = min(_NEIGHBOURS, step)
+    # As many as have an element among them, or all.
+    neighbours = min(max(_NEIGHBOURS, closest), step)
     # The last must not lie past the end; between the one before and that is no whole row.
-    return (1 + (extent - neighbours) // step, neighbours), (step, 1)
+    return (1 + (extent - neighbours) // step, neighbours), (step * unit, unit)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -4421,6 +4421,12 @@ def test_shapes_are_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ((299, 94), (100, 1)),  # with gaps, which may not swallow what is taken of a row
         ((394, 8), (14, 1)),
         ((12, 30), (90, 3)),
+        ((37, 8), (64, 8)),  # one of eight that take turns
+        ((37, 8), (100, 8)),
+        ((37, 8), (67, 8)),
+        ((37, 8), (90, 11)),
+        ((37, 3), (67, 30)),
+        ((200, 16), (7, 1400)),
         ((4, 6, 10), (60, 10, 1)),
         ((4, 6, 10), (0, 10, 1)),
         ((3, 5000), (5000, 1)),
@@ -4434,7 +4440,9 @@ def test_every_row_and_every_column_is_sampled(shape: tuple[int, ...], strides: 
     taken = torch.arange(extent).as_strided(size, stride)  # which raises if something is past the end
     sampled = torch.isin(places, taken)
     assert taken[-1, -1] + stride[0] >= extent - 1
-    assert size[1] == min(4, stride[0])  # neighbours, for as many threads more
+    unit = math.gcd(*strides)
+    assert stride[1] == unit
+    assert size[1] == min(max(4, min(filter(None, strides)) // unit), stride[0] // unit)  # neighbours, for more threads
     for dim in {0, len(shape) - 1}:
         assert bool(sampled.movedim(dim, 0).reshape(shape[dim], -1).any(1).all()), dim
     assert size[0] <= 4 * max(shape)
