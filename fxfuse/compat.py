@@ -492,7 +492,7 @@ def given_value(node: Any) -> Any:
     return getattr(getattr(node, "meta", {}).get("grapharg"), "example", None)
 
 
-def enabled(run: Callable[..., Any]) -> Callable[..., Any]:
+def undisabled(run: Callable[..., Any]) -> Callable[..., Any]:
     """What ``torch._dynamo.disable`` made ``run`` of, for a caller that it disables too; else ``run``.
 
     It wraps what it was given once itself; in a function of ours it would be wrapped twice.

@@ -302,7 +302,7 @@ def restored(
         memory: the option ``fxfuse.memory``.
     """
 
-    run = compat.enabled(run)  # Dynamo disables ``call``
+    run = compat.undisabled(run)  # Dynamo disables ``call``
     are_known = [all(isinstance(size, int) for size in escape.value.shape) for escape, _ in escapes]
 
     def call(*args: Any) -> list[Any]:

@@ -119,9 +119,9 @@ def test_a_compiled_graph_is_called_without_a_second_wrapper_of_dynamo() -> None
         pass
 
     outer = torch.compile(run, backend="eager")
-    assert compat.enabled(torch._dynamo.disable(run)) is run
-    assert compat.enabled(run) is run
-    assert compat.enabled(outer) is outer
+    assert compat.undisabled(torch._dynamo.disable(run)) is run
+    assert compat.undisabled(run) is run
+    assert compat.undisabled(outer) is outer
 
 
 def test_inductors_mode_and_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
