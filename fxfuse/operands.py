@@ -99,9 +99,7 @@ class Operands:
         is_part = input.untyped_storage().nbytes() > 2 * input.nbytes
         copied = exposed or is_part or (input.is_cpu and input.nbytes <= _FEW_BYTES)
         # And what is negated when it is read is not where PyTorch has called ``__torch_dispatch__``.
-        self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() and n != "input"}
-        if copied or input.is_neg():
-            self._exposed["input"] = input.clone()
+        self._exposed = {n: t.detach().clone() for n, t in operands.items() if t.is_neg() or (copied and n == "input")}
         self._copies = self._exposed.copy()
         self._seals = {name: Seal(t) for name, t in operands.items()}
         # What is copied as a whole needs none.

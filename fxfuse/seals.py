@@ -93,11 +93,13 @@ class Samples:
             pairs = []
             for rows, sample in self._taken:
                 asked = [name for name in rows if name in tensors]
-                if asked:
-                    if len(asked) < len(rows):
-                        parts = dict(zip(rows, sample.split([*rows.values()]), strict=True))
-                        sample = _copied([parts[name] for name in asked])
-                    pairs.append((_copied([_sampled(tensors[name]) for name in asked]), sample))
+                if not asked:
+                    continue
+                if len(asked) < len(rows):
+                    # By its operator, as below.
+                    parts = torch.ops.aten.split_with_sizes.default(sample, [*rows.values()])
+                    sample = _copied([part for name, part in zip(rows, parts, strict=True) if name in tensors])
+                pairs.append((_copied([_sampled(tensors[name]) for name in asked]), sample))
             return Difference(*pairs)
 
 
@@ -172,7 +174,8 @@ def _are_taken_together(part: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Size and stride of the sample: some neighbours every so many elements of the memory from the first to the last.
+    """Size and stride of the sample: some neighbours every so many elements of the memory from the first to the last,
+    counted in the largest steps that lead to all of its elements.
 
     A step that is prime to what lies between the beginnings of two rows comes upon every column in as many steps, and
     upon every row if it is no longer than the row.
@@ -180,7 +183,7 @@ def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tu
     if 0 in shape:
         return (0, 1), (1, 1)
     steps = [(size - 1, stride) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride]
-    # Of every so many elements the others are of no interest: a weight may be one of several that take turns.
+    # What lies between is of no interest: a weight may be one of several that take turns.
     unit = math.gcd(*(stride for _, stride in steps)) or 1
     axes = [(last, stride // unit) for last, stride in steps]
     extent = 1 + sum(last * stride for last, stride in axes)
@@ -201,5 +204,6 @@ def _where_sampled(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tu
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    # By its operator: programs are known to put ``reshape`` in the place of the method, which takes no dtype.
+    # By its operator: programs put functions of theirs in the place of methods, ``reshape`` in that of this one, which
+    # takes no dtype.
     return torch.ops.aten.view.dtype(tensor, _BITS[tensor.dtype.itemsize])

@@ -21,7 +21,7 @@ from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import backend, compat
+from fxfuse import backend, compat, escape
 from fxfuse.options import Options
 
 PACKAGE = Path(fxfuse.__file__).parent
@@ -114,12 +114,16 @@ def test_strict_raises_what_the_user_can_mend() -> None:
 
 def test_a_compiled_graph_is_called_without_a_second_wrapper_of_dynamo() -> None:
     """And nothing else that Dynamo has wrapped is unwrapped: a backend may return what is compiled by another."""
+    callers: list[str] = []
 
-    def run() -> None:
-        pass
+    def run() -> tuple[()]:
+        callers.append(sys._getframe(1).f_code.co_name)
+        return ()
 
+    call = escape.restored(torch._dynamo.disable(run), 0, (), (), least=0, memory=0)
+    call()
+    assert callers == [call.__name__]
     outer = torch.compile(run, backend="eager")
-    assert compat.undisabled(torch._dynamo.disable(run)) is run
     assert compat.undisabled(run) is run
     assert compat.undisabled(outer) is outer
 

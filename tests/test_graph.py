@@ -1846,3 +1846,20 @@ def test_the_work_is_linear_in_the_size_of_the_graph(program: Any) -> None:
         return made
 
     assert calls(64) < 5 * calls(16)
+
+
+def test_a_mean_of_losses_whose_sum_overflows() -> None:
+    """Each loss is divided before they are added (``docs/numerics.md``); gradients are eager's."""
+
+    def mean(s: World) -> torch.Tensor:
+        z = s.z.masked_fill(torch.arange(VOCAB, device="cpu") == 0, torch.finfo(torch.float64).min)
+        return ce(z, torch.zeros_like(s.y))
+
+    eager, fused = World.make(), World.make()
+    expected, loss = mean(eager), compiled(mean, strict=True)(fused)
+    assert expected.isinf()
+    torch.testing.assert_close(-loss / torch.finfo(torch.float64).min, torch.ones_like(loss))
+    expected.backward()
+    loss.backward()
+    torch.testing.assert_close(fused.x.grad, eager.x.grad)
+    torch.testing.assert_close(fused.w.grad, eager.w.grad)

@@ -21,8 +21,7 @@ _lock = threading.RLock()  # a finaliser that reads logits may run anywhere
 
 def number_of(weight: Any) -> int | None:
     """The number of a parameter, which count from 0 in the order in which they are seen; None for anything else."""
-    # A parameter's class first: ``isinstance`` asks a metaclass.
-    if type(weight) is not torch.nn.Parameter and not isinstance(weight, torch.nn.Parameter):
+    if not isinstance(weight, torch.nn.Parameter):
         return None
     number = _numbers.get(id(weight))
     if number is None:
