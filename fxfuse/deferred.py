@@ -272,10 +272,12 @@ def _rows_apart(logits: DeferredLogits, index: Any) -> tuple[Any, Any] | None:
 
     A tensor without a class axis cannot be described, but the rows can, and these alone are computed.
     """
-    described = _description(logits) if _is_described(logits) else None
-    if not isinstance(described, ClassTensor) or not described.classes_last:
+    shape = _shape(logits)
+    apart = rows_and_class(len(shape), shape[-1], index) if shape else None
+    if apart is None or not _is_described(logits):
         return None
-    return rows_and_class(len(_shape(logits)), described.vocab, index)
+    described = _description(logits)
+    return apart if isinstance(described, ClassTensor) and described.classes_last else None
 
 
 def _look_up(func: Any, args: Any) -> tuple[Rule, str, Any] | None:
@@ -355,7 +357,7 @@ def _apply_locked(
                     describe(made, tuple(parts) if is_stack else parts[0])
                     made._deferred.calls = calls
                 return out
-        if any(t._deferred.is_read_in_part() for t in deferred) and any(r.entries for r in readers):
+        if any(r.entries for r in readers) and any(t._deferred.is_read_in_part() for t in deferred):
             call.keep("unknown_reader")  # of the same rounding as what was read before
         if compat.in_checkpoint():
             call.keep("unknown_reader", "a checkpointed function")  # as above

@@ -188,18 +188,31 @@ def _shared(tensor: LazyTensor) -> Tensor:
 def _touches(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool]:
     """A tensor that an operator writes to, if any; and whether it writes to or returns a view of a deferred one."""
     written, aliased = None, False
-    # The schemas of ``torch.distributed``'s collectives do not say what they write to: any of their tensors.
-    unsaid = func.namespace == "c10d"
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None and not unsaid:
-            continue
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
+    for i, name, is_written in _aliased_arguments(func):
+        given = args[i] if i < len(args) else kwargs.get(name)
         for one in trees.leaves(given):
             if isinstance(one, Tensor):
                 aliased |= isinstance(one, LazyTensor)
-                if unsaid or argument.alias_info.is_write:
+                if is_written:
                     written = one
     return written, aliased
+
+
+@functools.lru_cache(maxsize=1024)
+def _aliased_arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """The arguments that an operator may write to, or return views of: which, by position and name; whether it writes.
+
+    Asking its schema takes longer than most else that is asked here.
+    """
+    # The schemas of ``torch.distributed``'s collectives do not say what they write to: any of their tensors.
+    unsaid = func.namespace == "c10d"
+    arguments = ((i, argument.name, argument.alias_info) for i, argument in enumerate(func._schema.arguments))
+    return tuple((i, name, unsaid or alias.is_write) for i, name, alias in arguments if unsaid or alias is not None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _returns_view(func: Any) -> bool:
+    return any(result.alias_info is not None for result in func._schema.returns)
 
 
 def _resizes(func: Any, args: Any, kwargs: Any) -> bool:
@@ -241,7 +254,7 @@ def _defer(func: Any, args: Any, kwargs: Any, shapes: bool) -> Any:
         return written
     if written is not None or kwargs.get("device") not in (None, first.device):
         raise NotDeferred
-    is_view = any(result.alias_info is not None for result in func._schema.returns)
+    is_view = _returns_view(func)
     try:
         out = (_on_meta if is_view else _remembered_on_meta)(func, args, kwargs)
     except Exception as error:
