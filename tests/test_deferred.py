@@ -2523,6 +2523,43 @@ def test_a_read_after_any_other_change_is_refused(name: str, operand: str, monke
             read(z, s)
 
 
+# What a loss is computed of beside the logits, and the loss. In a graph autograd keeps what follows the class weights.
+BESIDE_THE_LOGITS: dict[str, tuple[Callable[[World], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "labels": (lambda s: s.y, lambda z, y: ce(z, y, reduction="none").sum()),
+    "labels of an average": (lambda s: s.y, ce),
+    "class weights": (lambda s: s.c, lambda z, c: F.cross_entropy(z[0], torch.arange(TIME), c, reduction="sum")),
+    "mask of rows": (lambda s: s.y % 3 > 0, lambda z, m: z[m].logsumexp(-1).sum()),
+    "rows": (lambda s: s.y[0] % BATCH, lambda z, rows: z[rows].logsumexp(-1).sum()),
+    "mask of classes": (lambda s: s.c > 0.5, lambda z, m: z.masked_fill(m, -1e9).logsumexp(-1).sum()),
+    "factor of rows": (lambda s: s.y[..., None] + 1.0, lambda z, t: (z * t).logsumexp(-1).sum()),
+    "factor of classes": (lambda s: s.c, lambda z, c: (z * c).logsumexp(-1).sum()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "outside"),
+    [*((name, True) for name in BESIDE_THE_LOGITS), *((name, False) for name in [*BESIDE_THE_LOGITS][:3])],
+)
+def test_what_is_overwritten_before_the_backward(name: str, outside: bool) -> None:
+    """Eager raises; a fused loss has the gradients of what it was computed of."""
+    torch._dynamo.reset()
+    made, loss = BESIDE_THE_LOGITS[name]
+
+    def gradients(make: Callable[[World, Tensor], Tensor], write: bool) -> tuple[Tensor, ...]:
+        s = World.make()
+        beside = made(s)
+        value = make(s, beside)
+        if write:
+            beside.zero_()
+        return torch.autograd.grad(value, (s.x, s.w))
+
+    project = compiled(lambda x, w: F.linear(x * 1, w))
+    ours = (lambda s, t: loss(project(s.x, s.w), t)) if outside else compiled(lambda s, t: loss(s.z, t))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(lambda s, t: loss(s.z, t), write=True)
+    torch.testing.assert_close(gradients(ours, write=True), gradients(lambda s, t: loss(s.z, t), write=False))
+
+
 @pytest.mark.parametrize("vocab", [VOCAB, HIDDEN])
 def test_a_weight_laid_out_otherwise_in_the_same_place(device: str, vocab: int) -> None:
     """Rows and columns exchanged: of a square weight the same elements are in the sample."""
