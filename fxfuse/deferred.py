@@ -272,12 +272,11 @@ def _rows_apart(logits: DeferredLogits, index: Any) -> tuple[Any, Any] | None:
 
     A tensor without a class axis cannot be described, but the rows can, and these alone are computed.
     """
-    shape = _shape(logits)
-    apart = rows_and_class(len(shape), shape[-1], index) if shape else None
-    if apart is None or not _is_described(logits):
+    # First, as under a transform of ``torch.func`` no index may be asked for its value.
+    described = _description(logits) if _is_described(logits) else None
+    if not isinstance(described, ClassTensor) or not described.classes_last:
         return None
-    described = _description(logits)
-    return apart if isinstance(described, ClassTensor) and described.classes_last else None
+    return rows_and_class(len(_shape(logits)), described.vocab, index)
 
 
 def _look_up(func: Any, args: Any) -> tuple[Rule, str, Any] | None:

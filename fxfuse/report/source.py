@@ -23,7 +23,6 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<functio
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")
 TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchtune
 OWN = str(Path(__file__).parent.parent) + os.sep
-_INSIDE = TORCH, OWN
 # How Dynamo looks up a module: in ``__dict__`` where one above it has a ``__getattr__`` of its own, as PEFT's have, and
 # by getattr where it has a name that Python cannot spell.
 _TEXT = r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\""""
@@ -72,7 +71,7 @@ def is_inside(frame: types.FrameType) -> bool:
     file = frame.f_code.co_filename
     # ``python -c``, a prompt and the cells of a notebook have no file, and are the program.
     generated = file.startswith("<") and frame.f_globals.get("__name__") != "__main__"
-    return generated or file.startswith(_INSIDE)
+    return generated or file.startswith((TORCH, OWN))
 
 
 def is_of_mode(frame: types.FrameType) -> bool:
